@@ -2,6 +2,7 @@
 
 import itertools
 import random
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -87,14 +88,29 @@ def through_pages(
 
 def assert_any_chunks(module: PreTrainedModel, device: str) -> None:
     """Assert that ragged chunks of prompts on `device` have the logits of transformers' whole prompts on the CPU."""
-    generator = torch.Generator().manual_seed(1)
-    prompts = [torch.randint(3, 120, (n,), generator=generator) for n in (5, 23, 40, 57, 8)]
+    prompts = random_prompts(5, 23, 40, 57, 8)
     expected = [monolithic(module, prompt) for prompt in prompts]
-    model = wrap_module(module.to(device))
-    got = through_pages(model, prompts, random_steps([len(p) for p in prompts], seed=7))
+    got = in_random_steps(wrap_module(module.to(device)), prompts, seed=7)
+    assert_near(got, expected)
     for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
         assert (ours.argmax(-1) == theirs.argmax(-1)).all()
+
+
+def assert_near(found: Sequence[Tensor], expected: Sequence[Tensor], tolerance: float = 2e-3) -> None:
+    """Assert that the logits of each prompt are those expected, up to rounding."""
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=tolerance, rtol=tolerance)
+
+
+def random_prompts(*lengths: int, seed: int = 1) -> list[Tensor]:
+    """Return random token ids, [n] each."""
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randint(3, 120, (length,), generator=generator) for length in lengths]
+
+
+def in_random_steps(model: LoadedModel, prompts: list[Tensor], seed: int) -> list[Tensor]:
+    """Return every token's logits, computed in `random_steps`; see `through_pages`."""
+    return through_pages(model, prompts, random_steps([len(prompt) for prompt in prompts], seed))
 
 
 def random_steps(lengths: list[int], seed: int) -> list[list[tuple[int, int, int]]]:

@@ -4,13 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from tests.workers.architectures import build
-from tests.workers.model.paged import monolithic, random_steps, through_pages
+from tests.workers.model.paged import assert_near, in_random_steps, monolithic, random_prompts, through_pages
 
 ORIGINAL = 32  # positions
 SHORT, LONG = [1.0, 1.1, 1.3, 1.6, 2.0, 2.5], [1.0, 2.0, 4.0, 9.0, 17.0, 30.0]
@@ -39,58 +38,47 @@ def longrope(name: str, short: list[float] = SHORT, long: list[float] = LONG) ->
     return build(name, {**options, "rope_parameters": rope, "original_max_position_embeddings": ORIGINAL})
 
 
-def prompts(*lengths: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, 120, (length,), generator=generator) for length in lengths]
-
-
-def assert_equal(ours: Tensor, theirs: Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
-
-
 @pytest.mark.parametrize("name", MODELS)
 def test_prompts_beyond_the_original_length_equal_transformers_beside_short_ones(name: str) -> None:
-    asked = prompts(100, 5, 70, ORIGINAL + 1, 20)
+    asked = random_prompts(100, 5, 70, ORIGINAL + 1, 20)
     expected = [monolithic(longrope(name), prompt) for prompt in asked]
-    got = through_pages(wrap_module(longrope(name)), asked, random_steps([len(p) for p in asked], seed=7))
+    got = in_random_steps(wrap_module(longrope(name)), asked, seed=7)
     for prompt, ours, theirs in zip(asked, got, expected, strict=True):
         if len(prompt) > ORIGINAL:
-            assert_equal(ours, theirs)
+            assert_near([ours], [theirs])
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_prompts_of_a_server_for_the_original_length_equal_transformers(name: str) -> None:
-    asked = prompts(5, ORIGINAL, 20)
+    asked = random_prompts(5, ORIGINAL, 20)
     expected = [monolithic(longrope(name), prompt) for prompt in asked]
     model = wrap_module(longrope(name), LoadOptions(ORIGINAL))
-    got = through_pages(model, asked, random_steps([len(p) for p in asked], seed=7))
-    for ours, theirs in zip(got, expected, strict=True):
-        assert_equal(ours, theirs)
+    assert_near(in_random_steps(model, asked, seed=7), expected)
 
 
 def test_short_prompts_of_a_server_for_more_use_the_long_factors() -> None:
     """transformers would take the short ones: the documented difference."""
-    asked = prompts(5, 20)
+    asked = random_prompts(5, 20)
     got = through_pages(wrap_module(longrope("phi3")), asked, [[(0, 0, 5), (1, 0, 20)]])
     for prompt, ours in zip(asked, got, strict=True):
-        assert_equal(ours, monolithic(longrope("phi3", short=LONG), prompt))
+        assert_near([ours], [monolithic(longrope("phi3", short=LONG), prompt)])
         assert not torch.allclose(ours, monolithic(longrope("phi3"), prompt), atol=1e-2)
 
 
 @pytest.mark.parametrize("name", MODELS)
 def test_stream_that_grows_past_the_original_length_equals_transformers_one_pass(name: str) -> None:
-    (prompt,) = prompts(ORIGINAL + 8)
+    (prompt,) = random_prompts(ORIGINAL + 8)
     steps = [[(0, 0, ORIGINAL - 4)], *([(0, at, at + 1)] for at in range(ORIGINAL - 4, len(prompt)))]
-    (got,) = through_pages(wrap_module(longrope(name)), [prompt], steps)
-    assert_equal(got, monolithic(longrope(name), prompt))
+    found = through_pages(wrap_module(longrope(name)), [prompt], steps)
+    assert_near(found, [monolithic(longrope(name), prompt)])
 
 
 @pytest.mark.parametrize("max_model_len", [ORIGINAL, None])
 @pytest.mark.parametrize("name", MODELS)
 def test_prompt_beside_a_longer_one_keeps_its_logits(name: str, max_model_len: int | None) -> None:
     """A batch's longest position must not choose for all."""
-    asked = prompts(ORIGINAL if max_model_len else 90, 12)
+    asked = random_prompts(ORIGINAL if max_model_len else 90, 12)
     model = wrap_module(longrope(name), LoadOptions(max_model_len))
-    alone = through_pages(model, asked[1:], [[(0, 0, 12)]])[0]
-    beside = through_pages(model, asked, [[(0, 0, len(asked[0])), (1, 0, 12)]])[1]
-    assert_equal(beside, alone)
+    alone = through_pages(model, asked[1:], [[(0, 0, 12)]])
+    beside = through_pages(model, asked, [[(0, 0, len(asked[0])), (1, 0, 12)]])
+    assert_near(beside[1:], alone)

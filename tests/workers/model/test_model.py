@@ -15,7 +15,14 @@ from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.model import LoadedModel
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, build
-from tests.workers.model.paged import PAGE_SIZE, assert_any_chunks, monolithic, random_steps, through_pages
+from tests.workers.model.paged import (
+    PAGE_SIZE,
+    assert_any_chunks,
+    assert_near,
+    in_random_steps,
+    monolithic,
+    through_pages,
+)
 
 EVERY_MECHANISM = [
     *("llama", "qwen2 sliding", "gemma2", "gemma4_text", "phi", "gpt2", "opt", "gpt_bigcode", "olmo2", "cohere2"),
@@ -42,9 +49,7 @@ def test_logits_of_every_backend_equal_transformers(name: str) -> None:
     expected = [monolithic(module, prompt) for prompt in prompts]
     model = wrap_module(module, LoadOptions(attention=TORCH))
     for backend in (TORCH, choose_attention("triton", torch.device("cpu"))):
-        got = through_pages(dataclasses.replace(model, attention=backend), prompts, steps)
-        for ours, theirs in zip(got, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
+        assert_near(through_pages(dataclasses.replace(model, attention=backend), prompts, steps), expected)
 
 
 def test_page_size_that_attention_cannot_read_is_refused() -> None:
@@ -107,7 +112,7 @@ def test_logits_over_e4m3_pages_are_near_transformers(name: str) -> None:
     prompts = [torch.randint(3, 120, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 40, 57)]
     expected = [monolithic(module, prompt) for prompt in prompts]
     model = wrap_module(module, LoadOptions(kv_cache_dtype="fp8"))
-    got = through_pages(model, prompts, random_steps([len(p) for p in prompts], seed=7))
+    got = in_random_steps(model, prompts, seed=7)
     assert model.pool.tensor.dtype == torch.float8_e4m3fn
     for ours, theirs in zip(got, expected, strict=True):
         error = float((ours - theirs).norm() / theirs.norm())
@@ -121,8 +126,7 @@ def test_chunks_over_e4m3_pages_change_no_logits() -> None:
     model = wrap_module(module, LoadOptions(kv_cache_dtype="fp8"))
     whole = through_pages(model, prompts, [[(0, 0, 23)], [(1, 0, 64)]])
     for seed in range(3):
-        got = through_pages(model, prompts, random_steps([23, 64], seed))
-        for ours, alone in zip(got, whole, strict=True):
+        for ours, alone in zip(in_random_steps(model, prompts, seed), whole, strict=True):
             assert float((ours - alone).norm() / alone.norm()) < 0.01
 
 
@@ -138,5 +142,4 @@ def test_triton_over_e4m3_pages_equals_torch() -> None:
         through_pages(dataclasses.replace(model, attention=attention), prompts, steps)
         for attention in (dataclasses.replace(triton, store_kv=reference_store_kv), TORCH)
     )
-    for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
+    assert_near(got, expected)

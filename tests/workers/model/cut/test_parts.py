@@ -17,15 +17,10 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights.weights import model_on_meta, part_bytes
 from tests.workers.architectures import SERVED, build
-from tests.workers.model.paged import monolithic, random_steps, through_pages
+from tests.workers.model.paged import assert_near, in_random_steps, monolithic, random_prompts
 from tests.workers.ranks import DIVISIONS, Ranks, saved
 
-LENGTHS = [5, 23, 40]
-
-
-def prompts() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, 120, (n,), generator=generator) for n in LENGTHS]
+PROMPTS = random_prompts(5, 23, 40)
 
 
 def part_logits(rank: int, path: Path, tensor_size: int, num_stages: int) -> list[Tensor] | None:
@@ -33,7 +28,7 @@ def part_logits(rank: int, path: Path, tensor_size: int, num_stages: int) -> lis
     position = RankPosition(rank, tensor_size, num_stages)
     model = load_model(ModelSpec(str(path), "float32"), links=Collectives(position, 60.0))
     torch.manual_seed(0)  # the same pages everywhere
-    logits = through_pages(model, prompts(), random_steps(LENGTHS, seed=7))
+    logits = in_random_steps(model, PROMPTS, seed=7)
     return logits if position.is_last_stage else None
 
 
@@ -42,15 +37,15 @@ def assert_parts_equal_whole(ranks: Ranks, path: Path, divisions: Sequence[tuple
 
     Of the ranks of the last stage only the first, the driver, gets logits. The others have zeros.
     """
-    whole = through_pages(load_model(ModelSpec(str(path), "float32")), prompts(), random_steps(LENGTHS, seed=7))
+    whole = in_random_steps(load_model(ModelSpec(str(path), "float32")), PROMPTS, seed=7)
     for tensor_size, num_stages in divisions:
         answers = ranks.run(tensor_size * num_stages, part_logits, path, tensor_size, num_stages)
         has_logits = [logits is not None for logits in answers]
         assert has_logits == [False] * (len(answers) - tensor_size) + [True] * tensor_size
         of_driver, *others = answers[-tensor_size:]
         assert not any(logits.any() for of_rank in others for logits in of_rank)
+        assert_near(of_driver, whole)
         for ours, theirs in zip(of_driver, whole, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
             assert (ours.argmax(-1) == theirs.argmax(-1)).all()
 
 
@@ -82,10 +77,8 @@ def test_parts_of_llama_4_beside_its_encoder_of_pictures_equal_whole(ranks: Rank
     whole = AutoModelForImageTextToText.from_config(config, dtype=torch.float32)
     whole.language_model.load_state_dict(module.state_dict())
     path = saved(whole, tmp_path)
-    expected = [monolithic(module, prompt) for prompt in prompts()]
-    found = through_pages(load_model(ModelSpec(str(path), "float32")), prompts(), random_steps(LENGTHS, seed=7))
-    for ours, theirs in zip(found, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
+    found = in_random_steps(load_model(ModelSpec(str(path), "float32")), PROMPTS, seed=7)
+    assert_near(found, [monolithic(module, prompt) for prompt in PROMPTS])
     assert_parts_equal_whole(ranks, path, DIVISIONS[-1:])
 
 

@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from crossdock.workers.model.layers.fused_projections import join_projections, joined_tensor
 from crossdock.workers.model.load import wrap_module
 from tests.workers.architectures import SERVED, build
-from tests.workers.model.paged import monolithic, random_steps, through_pages
+from tests.workers.model.paged import assert_near, in_random_steps, monolithic, random_prompts
 
 # Groups of heads, biases, norms of queries, windows, experts, several kinds of attention.
 JOINED = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "olmo2", "opt", "qwen3_moe", "gpt_oss", "starcoder2"]
@@ -26,23 +26,17 @@ def test_joined_projections_give_same_logits_and_can_be_undone(name: str) -> Non
     for key, parameter in module.named_parameters():
         if key.endswith("bias"):  # else zero
             torch.nn.init.normal_(parameter, std=0.1)
-    prompts = [torch.randint(3, 120, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 23, 40)]
+    prompts = random_prompts(5, 23, 40)
     expected = [monolithic(module, prompt) for prompt in prompts]
     model = wrap_module(module)
     num_bytes = sum(parameter.nbytes for parameter in module.parameters())
     undo = join_projections(module)
     assert all("forward" in vars(linear) for linear in projections(module))
     assert sum(parameter.nbytes for parameter in module.parameters()) == num_bytes
-
-    def check() -> None:
-        got = through_pages(model, prompts, random_steps([len(prompt) for prompt in prompts], seed=3))
-        for ours, theirs in zip(got, expected, strict=True):
-            torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
-
-    check()
+    assert_near(in_random_steps(model, prompts, seed=3), expected)
     undo()
     assert not any("forward" in vars(linear) for linear in projections(module))
-    check()
+    assert_near(in_random_steps(model, prompts, seed=3), expected)
 
 
 class Three(nn.Module):
@@ -60,24 +54,9 @@ def test_joined_projections_in_any_order_equal_separate_ones(bias: bool) -> None
     alone = {(number, id(given)): linear(given) for number, linear in enumerate(linears) for given in (x, y)}
     join_projections(module)
 
-    def check(number: int, given: Tensor) -> None:
+    in_order, mixed = [(0, x), (1, x), (2, x)], [(2, y), (1, y), (0, y), (0, x), (1, y), (2, x), (1, x), (1, x), (0, x)]
+    for number, given in in_order + mixed:
         torch.testing.assert_close(linears[number](given), alone[number, id(given)])
-
-    for number, given in [
-        (0, x),
-        (1, x),
-        (2, x),
-        (2, y),
-        (1, y),
-        (0, y),
-        (0, x),
-        (1, y),
-        (2, x),
-        (1, x),
-        (1, x),
-        (0, x),
-    ]:
-        check(number, given)
 
 
 def test_weight_of_joined_projections_is_whole_and_not_a_copy() -> None:

@@ -27,7 +27,7 @@ from crossdock.workers.model.weights.packed_layers import PackedLinear, put_line
 from crossdock.workers.replica.config import EngineConfig
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import build
-from tests.workers.model.paged import monolithic, random_steps, through_pages
+from tests.workers.model.paged import assert_near, in_random_steps, monolithic, random_prompts, through_pages
 
 has_own = "avx512_bf16" in cpu_flags()
 needs_own = pytest.mark.skipif(not has_own, reason="needs a CPU with AVX512-BF16")
@@ -36,6 +36,7 @@ needs_onednn = pytest.mark.skipif(
 )
 KERNELS = [pytest.param("own", marks=needs_own), pytest.param("onednn", marks=needs_onednn), "torch"]
 
+PROMPTS = random_prompts(5, 23, 100, 57, 8, 200, seed=3)
 WIDE = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 32}
 FUSED: dict[str, dict[str, Any]] = {
     "llama": WIDE,
@@ -72,9 +73,9 @@ def is_fused(model: LoadedModel) -> bool:
     return isinstance(layers[0], FusedLayers)
 
 
-def prompts() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(3)
-    return [torch.randint(3, 120, (n,), generator=generator) for n in (5, 23, 100, 57, 8, 200)]
+def one_by_one(model: LoadedModel) -> list[Tensor]:
+    """Return every token's logits, each prompt computed alone and in one chunk."""
+    return [through_pages(model, [prompt], [[(0, 0, len(prompt))]])[0] for prompt in PROMPTS]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
@@ -82,12 +83,12 @@ def prompts() -> list[Tensor]:
 def test_fused_logits_equal_transformers(name: str, kernel: CpuKernels) -> None:
     module = bf16(name, FUSED[name])
     exact = build(name, FUSED[name])  # the same weights in float32 show how much of a difference is rounding
-    expected = [monolithic(module, prompt).float() for prompt in prompts()]
-    truth = [monolithic(exact, prompt) for prompt in prompts()]
+    expected = [monolithic(module, prompt).float() for prompt in PROMPTS]
+    truth = [monolithic(exact, prompt) for prompt in PROMPTS]
     model = wrap_module(module, LoadOptions(cpu_kernels=kernel))
     assert is_fused(model)
     assert model.kernels == kernel
-    got = through_pages(model, prompts(), random_steps([len(p) for p in prompts()], seed=5))
+    got = in_random_steps(model, PROMPTS, seed=5)
     for ours, theirs, true in zip(got, expected, truth, strict=True):
         assert torch.isfinite(ours).all()
         assert (ours - true).norm() <= 1.5 * (theirs - true).norm()  # no less exact than transformers in bfloat16
@@ -97,12 +98,12 @@ def test_fused_logits_equal_transformers(name: str, kernel: CpuKernels) -> None:
 @pytest.mark.parametrize("name", rest_in_soak(FUSED, "llama groups of 3", "qwen3 norms"))
 def test_fused_float32_logits_equal_transformers(name: str, kernel: CpuKernels) -> None:
     module = build(name, FUSED[name])
-    expected = [monolithic(module, prompt) for prompt in prompts()]
+    expected = [monolithic(module, prompt) for prompt in PROMPTS]
     model = wrap_module(module, LoadOptions(cpu_kernels=kernel))
     assert is_fused(model)
-    got = through_pages(model, prompts(), random_steps([len(p) for p in prompts()], seed=6))
+    got = in_random_steps(model, PROMPTS, seed=6)
+    assert_near(got, expected, 1e-4)
     for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
         assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
@@ -112,10 +113,10 @@ def test_kernel_changes_with_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatch)
     for chooses in ("stack_choice", "linear_choice"):
         monkeypatch.setattr(fusion, chooses, lambda *_: KernelChoice("own", "onednn", 8))
     module = bf16("llama", WIDE)
-    expected = [monolithic(module, prompt).float() for prompt in prompts()]
+    expected = [monolithic(module, prompt).float() for prompt in PROMPTS]
     model = wrap_module(module)
     assert model.kernels == "own below 8 rows, onednn from there"
-    got = through_pages(model, prompts(), random_steps([len(p) for p in prompts()], seed=7))
+    got = in_random_steps(model, PROMPTS, seed=7)
     for ours, theirs in zip(got, expected, strict=True):
         assert (ours - theirs).norm() <= 0.02 * theirs.norm()
 
@@ -186,9 +187,9 @@ def test_float32_weights_wait_in_bfloat16_and_come_back_where_layers_are_not_fus
 def test_fused_rows_depend_on_no_batch_and_no_chunks() -> None:
     """Bit for bit the same: alone in one chunk, token by token, and in ragged batches."""
     model = wrap_module(bf16("llama", WIDE), LoadOptions(cpu_kernels="own"))
-    alone = [through_pages(model, [prompt], [[(0, 0, len(prompt))]])[0] for prompt in prompts()]
+    alone = one_by_one(model)
     for seed in range(3):
-        mixed = through_pages(model, prompts(), random_steps([len(p) for p in prompts()], seed))
+        mixed = in_random_steps(model, PROMPTS, seed)
         for ours, theirs in zip(mixed, alone, strict=True):
             assert torch.equal(ours, theirs)
 
@@ -213,19 +214,19 @@ def quantised(x: Tensor, group: int) -> Tensor:
 def test_int8_logits_are_those_of_rounded_numbers_and_rows_are_independent(name: str, dtype: torch.dtype) -> None:
     """The oracle is transformers in float32 over rounded weights, with each product's input rounded too."""
     module, oracle = bf16(name, FUSED[name]), build(name, FUSED[name])
-    plain = [monolithic(oracle, prompt) for prompt in prompts()]
+    plain = [monolithic(oracle, prompt) for prompt in PROMPTS]
     oracle.load_state_dict(module.state_dict())
     for part in oracle.modules():
         if isinstance(part, torch.nn.Linear):
             part.weight = torch.nn.Parameter(quantised(part.weight, part.in_features), requires_grad=False)
             part.register_forward_pre_hook(lambda _, inputs: (quantised(inputs[0], 64),))
-    expected = [monolithic(oracle, prompt) for prompt in prompts()]
-    in_bf16 = [monolithic(module, prompt).float() for prompt in prompts()]
+    expected = [monolithic(oracle, prompt) for prompt in PROMPTS]
+    in_bf16 = [monolithic(module, prompt).float() for prompt in PROMPTS]
     model = wrap_module(module.to(dtype), LoadOptions(quantization="int8"))
     assert is_fused(model)
     assert model.kernels == "int8"
-    alone = [through_pages(model, [prompt], [[(0, 0, len(prompt))]])[0] for prompt in prompts()]
-    mixed = through_pages(model, prompts(), random_steps([len(p) for p in prompts()], seed=8))
+    alone = one_by_one(model)
+    mixed = in_random_steps(model, PROMPTS, seed=8)
     for ours, batched, theirs, rounded, true in zip(alone, mixed, expected, in_bf16, plain, strict=True):
         assert torch.equal(ours, batched)
         # Numbers that bfloat16 moves across the boundary of a step of int8 add to the rounding of bfloat16.
@@ -260,13 +261,13 @@ def packed_and_plain(kind: str, dtype: torch.dtype) -> tuple[Any, Any]:
 @pytest.mark.parametrize("kind", ["int4", "e4m3"])
 def test_packed_logits_are_those_of_dequantised_weights(kind: str, kernel: CpuKernels) -> None:
     module, oracle = packed_and_plain(kind, torch.bfloat16)
-    expected = [monolithic(oracle, prompt) for prompt in prompts()]
-    in_bf16 = [monolithic(oracle.to(torch.bfloat16), prompt).float() for prompt in prompts()]
+    expected = [monolithic(oracle, prompt) for prompt in PROMPTS]
+    in_bf16 = [monolithic(oracle.to(torch.bfloat16), prompt).float() for prompt in PROMPTS]
     model = wrap_module(module, LoadOptions(cpu_kernels=kernel))
     assert is_fused(model)
     assert model.kernels == kernel
-    alone = [through_pages(model, [prompt], [[(0, 0, len(prompt))]])[0] for prompt in prompts()]
-    mixed = through_pages(model, prompts(), random_steps([len(p) for p in prompts()], seed=9))
+    alone = one_by_one(model)
+    mixed = in_random_steps(model, PROMPTS, seed=9)
     for ours, batched, true, rounded in zip(alone, mixed, expected, in_bf16, strict=True):
         assert torch.equal(ours, batched) or kernel == "torch" or not has_own
         # Rows of int8 have an error of 2^-8 of their largest number, each number of bfloat16 one of 2^-9 of itself.
@@ -279,14 +280,14 @@ def test_packed_logits_in_float32_equal_those_of_dequantised_weights(kind: str, 
     module, oracle = packed_and_plain(kind, torch.float32)
     model = wrap_module(module, LoadOptions(cpu_kernels=kernel))
     assert is_fused(model)
-    got = through_pages(model, prompts(), random_steps([len(p) for p in prompts()], seed=10))
+    got = in_random_steps(model, PROMPTS, seed=10)
     assert not any(isinstance(each, PackedLinear) and hasattr(each, "packed") for each in module.modules())
-    for ours, prompt in zip(got, prompts(), strict=True):
+    for ours, prompt in zip(got, PROMPTS, strict=True):
         true = monolithic(oracle, prompt)
         if kernel == "int8" and kind == "int4":  # rows of int8 have an error of 2^-8 of their largest number
             assert 1e-4 * true.norm() < (ours - true).norm() < 0.1 * true.norm()
         else:
-            torch.testing.assert_close(ours, true, atol=1e-4, rtol=1e-4)
+            assert_near([ours], [true], 1e-4)
 
 
 @pytest.mark.parametrize("kernel", ["own", pytest.param("int8", marks=needs_rounding)])

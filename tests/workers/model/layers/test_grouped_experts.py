@@ -16,8 +16,8 @@ from crossdock.workers.model.weights.packed_layers import PackedExperts
 from tests.benchmarks.scripts import script
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, build
-from tests.workers.model.layers.test_triton_layers import TWO, attention, prompts
-from tests.workers.model.paged import monolithic, random_steps, through_pages
+from tests.workers.model.layers.test_triton_layers import PROMPTS, TWO, attention
+from tests.workers.model.paged import assert_near, in_random_steps, monolithic
 from tests.workers.model.weights.test_packed_checkpoints import read, write_experts, write_gpt_oss
 from tests.workers.quantised import CASES
 
@@ -44,12 +44,10 @@ def tiny(name: str) -> Any:
 @pytest.mark.parametrize("name", rest_in_soak(NAMES, "gpt_oss", "qwen3_moe"))
 def test_logits_equal_transformers_in_any_chunks(name: str) -> None:
     module = tiny(name)
-    expected = [monolithic(module, prompt) for prompt in prompts()]
+    expected = [monolithic(module, prompt) for prompt in PROMPTS]
     model = wrap_module(module, LoadOptions(attention=attention()))
     assert module.config._experts_implementation == "crossdock"
-    got = through_pages(model, prompts(), random_steps([len(prompt) for prompt in prompts()], seed=3))
-    for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert_near(in_random_steps(model, PROMPTS, seed=3), expected, 1e-4)
 
 
 @pytest.mark.parametrize("failure", ["wrong", "raises"])
@@ -78,9 +76,8 @@ def test_packed_experts_are_multiplied_by_their_codes_without_waiting(
     packed = read(tmp_path / "packed")[0].eval()
     model = wrap_module(packed, LoadOptions(attention=attention()))
     assert packed.config._experts_implementation == "crossdock"
-    prompt = prompts()[0]
-    (ours,) = through_pages(model, [prompt], random_steps([len(prompt)], seed=3))
-    torch.testing.assert_close(ours, monolithic(module.eval(), prompt), atol=1e-4, rtol=1e-4)
+    found = in_random_steps(model, PROMPTS[:1], seed=3)
+    assert_near(found, [monolithic(module.eval(), PROMPTS[0])], 1e-4)
     model.pool.free()
     with_triton = replace(model, attention=choose_attention("triton", model.device))
     seen = launches.trace(with_triton, [1, 1, 1])

@@ -12,7 +12,7 @@ from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk
 from tests.workers.architectures import SERVED, WINDOW, build
-from tests.workers.model.paged import monolithic, random_steps, through_pages
+from tests.workers.model.paged import assert_near, in_random_steps, monolithic
 
 LAYERS = SERVED["llama4_text"]
 CAUSAL = dataclasses.replace(TORCH, name="flash_attn", takes_attention_chunks=False)
@@ -27,19 +27,17 @@ def test_layers_with_rope_have_attention_chunks_and_every_other_sees_all() -> No
 def test_logits_of_variants_equal_transformers(changes: dict[str, Any]) -> None:
     """Maverick has no norm of queries and keys, and the names of its layers are its own."""
     module, prompt = build("llama4_text", LAYERS | changes), torch.arange(3, 60)
-    expected = monolithic(module, prompt)
-    (found,) = through_pages(wrap_module(module), [prompt], random_steps([len(prompt)], seed=3))
-    torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+    expected = [monolithic(module, prompt)]
+    assert_near(in_random_steps(wrap_module(module), [prompt], seed=3), expected)
 
 
 def test_attention_chunk_that_no_request_leaves_needs_no_backend_of_its_own() -> None:
     size = 32  # more than the tokens of the check at load
     module, prompt = build("llama4_text", LAYERS | {"attention_chunk_size": size}), torch.arange(3, 3 + size)
-    expected = monolithic(module, prompt)
+    expected = [monolithic(module, prompt)]
     model = wrap_module(module, LoadOptions(max_model_len=size, attention=CAUSAL))
     assert model.windows == [None] * 4
-    (found,) = through_pages(model, [prompt], random_steps([size], seed=3))
-    torch.testing.assert_close(found, expected, atol=2e-3, rtol=2e-3)
+    assert_near(in_random_steps(model, [prompt], seed=3), expected)
 
 
 def test_backend_without_attention_chunks_refuses_longer_requests_with_the_reason() -> None:

@@ -23,12 +23,13 @@ from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, build
-from tests.workers.model.paged import monolithic, random_steps, through_pages
+from tests.workers.model.paged import assert_near, in_random_steps, monolithic, random_prompts, through_pages
 from tests.workers.multimodal import paged_multimodal
 from tests.workers.ranks import Ranks, saved
 
 pytestmark = pytest.mark.skipif(not triton_is_interpreted(), reason="needs Triton: pip install triton")
 
+PROMPTS = random_prompts(5, 23, 30)
 TWO: dict[str, Any] = {"num_hidden_layers": 2}
 FUSED: dict[str, dict[str, Any]] = {
     "llama": TWO,
@@ -71,41 +72,35 @@ def with_biases(name: str, options: dict[str, Any]) -> Any:
     return module
 
 
-def prompts() -> list[Tensor]:
-    return [torch.randint(3, 120, (n,), generator=torch.Generator().manual_seed(n)) for n in (5, 23, 30)]
-
-
 @pytest.mark.parametrize("name", rest_in_soak(FUSED, "qwen2 biases", "qwen3"))
 def test_logits_in_float32_equal_transformers_in_any_chunks(name: str) -> None:
     module = with_biases(name, FUSED[name])
-    expected = [monolithic(module, prompt) for prompt in prompts()]
+    expected = [monolithic(module, prompt) for prompt in PROMPTS]
     model = wrap_module(module, LoadOptions(attention=attention()))
     assert is_fused(model)
     assert model.kernels == "triton steps"
-    got = through_pages(model, prompts(), random_steps([len(prompt) for prompt in prompts()], seed=3))
-    for ours, theirs in zip(got, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-4, rtol=1e-4)
+    assert_near(in_random_steps(model, PROMPTS, seed=3), expected, 1e-4)
 
 
 def test_logits_in_float16_are_as_exact_as_transformers() -> None:
     module, exact = with_biases("llama", TWO).half(), with_biases("llama", TWO)
-    expected = [monolithic(module, prompt).float() for prompt in prompts()]
-    truth = [monolithic(exact, prompt) for prompt in prompts()]
+    expected = [monolithic(module, prompt).float() for prompt in PROMPTS]
+    truth = [monolithic(exact, prompt) for prompt in PROMPTS]
     model = wrap_module(module, LoadOptions(attention=attention()))
     assert is_fused(model)
-    got = through_pages(model, prompts(), random_steps([len(prompt) for prompt in prompts()], seed=4))
+    got = in_random_steps(model, PROMPTS, seed=4)
     ours, theirs, true = (torch.cat(logits) for logits in (got, expected, truth))
     assert (ours - true).norm() <= 1.5 * (theirs - true).norm()
 
 
 def test_chunk_behind_pages_of_a_prefix_and_decode_equal_transformers() -> None:
     """Triton attention as well: every kernel of a layer as a GPU runs them."""
-    module, prompt = build("llama", TWO), prompts()[1]
+    module, prompt = build("llama", TWO), PROMPTS[1]
     expected = monolithic(module, prompt)
     model = wrap_module(module, LoadOptions(attention=choose_attention("triton", torch.device("cpu"))))
     assert is_fused(model)
     got = through_pages(model, [prompt], [[(0, 0, 16)], [(0, 16, 22)], [(0, 22, 23)]])
-    torch.testing.assert_close(got[0], expected, atol=1e-4, rtol=1e-4)
+    assert_near(got, [expected], 1e-4)
 
 
 def test_scales_of_e4m3_pages_reach_each_layers_store_and_attention(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,7 +122,7 @@ def test_scales_of_e4m3_pages_reach_each_layers_store_and_attention(monkeypatch:
     monkeypatch.setattr(triton_layer_steps, "finish_heads", recorded(triton_layer_steps.finish_heads))
     seen = dataclasses.replace(model.attention, paged_attention=recorded(reference_paged_attention))
     model = dataclasses.replace(model, attention=seen)
-    through_pages(model, prompts()[:1], [[(0, 0, 5)]])
+    through_pages(model, PROMPTS[:1], [[(0, 0, 5)]])
     assert model.pool.tensor.dtype is torch.float8_e4m3fn
     assert given == [model.scales[0], model.scales[0], model.scales[1], model.scales[1]]
 
@@ -174,7 +169,7 @@ def part_logits(rank: int, path: Path, tensor_size: int, num_stages: int) -> tup
     torch.manual_seed(0)  # the same pages everywhere
     linears = [module for module in model.module.modules() if isinstance(module, torch.nn.Linear)]
     is_joined = any("forward" in vars(linear) for linear in linears)
-    return model.kernels, is_joined, through_pages(model, prompts()[:2], [[(0, 0, 5), (1, 0, 20)], [(1, 20, 23)]])
+    return model.kernels, is_joined, through_pages(model, PROMPTS[:2], [[(0, 0, 5), (1, 0, 20)], [(1, 20, 23)]])
 
 
 @pytest.mark.parametrize(
@@ -189,13 +184,11 @@ def test_ranks_of_a_gang_give_logits_of_the_whole(
     ranks: Ranks, tmp_path: Path, has_biases: bool, division: tuple[int, int], kernels: list[str]
 ) -> None:
     module = with_biases("llama", TWO | {"attention_bias": has_biases})
-    expected = [monolithic(module, prompt) for prompt in prompts()[:2]]
+    expected = [monolithic(module, prompt) for prompt in PROMPTS[:2]]
     answers = ranks.run(2, part_logits, saved(module, tmp_path), *division)
     assert [answer[0] for answer in answers] == kernels
     assert kernels[0] or all(is_joined for _, is_joined, _ in answers[:1])
-    of_driver = answers[RankPosition(0, *division).driver][2]
-    for ours, theirs in zip(of_driver, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
+    assert_near(answers[RankPosition(0, *division).driver][2], expected)
 
 
 def test_layers_between_which_embeddings_of_pictures_are_added_stay_apart() -> None:

@@ -18,7 +18,7 @@ from crossdock.workers.model.model import LoadedModel
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import build
 from tests.workers.lora_oracle import Tuned, tuned
-from tests.workers.model.layers.test_fusion import FUSED, KERNELS, is_fused, needs_rounding, packed_and_plain, prompts
+from tests.workers.model.layers.test_fusion import FUSED, KERNELS, PROMPTS, is_fused, needs_rounding, packed_and_plain
 from tests.workers.model.paged import monolithic, random_steps, through_pages
 
 needs_triton = pytest.mark.skipif(not triton_is_interpreted(), reason="needs Triton, interpreted: pip install triton")
@@ -49,13 +49,13 @@ def with_adapters(module: Any, adapters: list[Tuned], **options: Any) -> LoadedM
 
 def mixed(model: LoadedModel, adapters: list[Tuned]) -> list[Tensor]:
     """Return the logits of all prompts in one batch: the first and the fifth have no adapter."""
-    steps = random_steps([len(prompt) for prompt in prompts()], seed=5)
-    return through_pages(model, prompts(), steps, ["", *(one.adapter.fingerprint for one in adapters)] * 2)
+    steps = random_steps([len(prompt) for prompt in PROMPTS], seed=5)
+    return through_pages(model, PROMPTS, steps, ["", *(one.adapter.fingerprint for one in adapters)] * 2)
 
 
 def by_peft(module: Any, adapters: list[Tuned]) -> list[Tensor]:
     models = [module, *(one.model for one in adapters)] * 2
-    return [monolithic(model, prompt).float() for model, prompt in zip(models, prompts(), strict=False)]
+    return [monolithic(model, prompt).float() for model, prompt in zip(models, PROMPTS, strict=False)]
 
 
 @pytest.mark.parametrize(
@@ -80,9 +80,9 @@ def test_triton_computes_logits_of_peft(tmp_path: Path) -> None:
     model = with_adapters(module, adapters)
     assert model.adapters is not None
     model.adapters.in_triton = True
-    whole = [(number, 0, len(prompt)) for number, prompt in enumerate(prompts())]
+    whole = [(number, 0, len(prompt)) for number, prompt in enumerate(PROMPTS)]
     names = ["", *(one.adapter.fingerprint for one in adapters)] * 2
-    for ours, theirs in zip(through_pages(model, prompts(), [whole], names), expected, strict=False):
+    for ours, theirs in zip(through_pages(model, PROMPTS, [whole], names), expected, strict=False):
         torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-3)
 
 
@@ -92,7 +92,7 @@ def test_logits_in_bfloat16_are_as_exact_as_pefts(name: str, kernel: Any, tmp_pa
     """The same weights in float32 show how much of a difference is rounding."""
     module = build(name, FUSED[name])
     adapters = adapters_of(module, tmp_path)
-    exact, plain = by_peft(module, adapters), monolithic(module, prompts()[1])
+    exact, plain = by_peft(module, adapters), monolithic(module, PROMPTS[1])
     rounded = [one._replace(model=copy.deepcopy(one.model).to(torch.bfloat16)) for one in adapters]
     theirs = by_peft(copy.deepcopy(module).to(torch.bfloat16), rounded)
     model = with_adapters(module.to(torch.bfloat16), adapters, cpu_kernels=kernel)
@@ -119,10 +119,10 @@ def test_rows_do_not_depend_on_the_adapters_of_others(tmp_path: Path) -> None:
     module = build("llama", FUSED["llama groups of 3"])
     adapters = adapters_of(module, tmp_path)
     model = with_adapters(module.to(torch.bfloat16), adapters)
-    whole = [[(number, 0, len(prompt))] for number, prompt in enumerate(prompts())]
+    whole = [[(number, 0, len(prompt))] for number, prompt in enumerate(PROMPTS)]
     names = ["", *(one.adapter.fingerprint for one in adapters)] * 2
-    alone = through_pages(model, prompts(), whole, names)
-    together = through_pages(model, prompts(), [[part for [part] in whole]], names)
+    alone = through_pages(model, PROMPTS, whole, names)
+    together = through_pages(model, PROMPTS, [[part for [part] in whole]], names)
     for one, other in zip(alone, together, strict=True):
         assert (one - other).norm() <= 0.05 * other.norm(), (
             "products of other shapes round otherwise, by less than this"

@@ -11,20 +11,16 @@ from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import RECURRENT, SERVED, build
-from tests.workers.model.paged import monolithic, through_pages
+from tests.workers.model.paged import assert_near, monolithic, random_prompts, through_pages
 
 CONVOLUTION = StateShape(0, 0, True, (3, 5), torch.bfloat16)
 RECURRENT_STATE = StateShape(0, 0, False, (2, 7), torch.float32)
 
 
-def close(ours: Tensor, theirs: Tensor) -> None:
-    torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
-
-
 @pytest.mark.parametrize("name", rest_in_soak(RECURRENT, "qwen3_next", "bamba", "lfm2 conv", "falcon_h1"))
 def test_chunks_of_equal_sizes_give_the_logits_of_one_pass(name: str) -> None:
     module = build(name, SERVED[name])
-    prompts = [torch.randint(3, 120, (n,), generator=torch.Generator().manual_seed(n)) for n in (29, 40)]
+    prompts = random_prompts(29, 40)
     expected = [monolithic(module, prompt) for prompt in prompts]
     model = wrap_module(module)
     for size in (1, 2, 7, 40):
@@ -32,8 +28,7 @@ def test_chunks_of_equal_sizes_give_the_logits_of_one_pass(name: str) -> None:
             [(s, start, min(start + size, len(prompt))) for s, prompt in enumerate(prompts) if start < len(prompt)]
             for start in range(0, 40, size)
         ]
-        for ours, theirs in zip(through_pages(model, prompts, steps), expected, strict=True):
-            close(ours, theirs)
+        assert_near(through_pages(model, prompts, steps), expected)
 
 
 def test_state_that_is_not_read_changes_logits(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -49,7 +44,7 @@ def test_state_that_is_not_read_changes_logits(monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(StepStates, "__init__", forget)
     got = through_pages(model, [prompt], [[(0, 0, 20)], [(0, 20, 37)]])[0]
-    close(got[:20], expected[:20])
+    assert_near([got[:20]], [expected[:20]])
     assert not torch.allclose(got[20:], expected[20:], atol=1e-2)
 
 
@@ -149,7 +144,7 @@ def test_states_keep_their_dtype_beside_pages_of_e4m3(name: str) -> None:
     assert model.kv_dtype is torch.float8_e4m3fn
     assert model.states is not None
     assert {shape.dtype for shape in model.states.shapes} == {torch.float32}
-    prompt = torch.randint(3, 120, (40,), generator=torch.Generator().manual_seed(1))
-    whole = through_pages(model, [prompt], [[(0, 0, 40)]])[0]
-    chunks = through_pages(model, [prompt], [[(0, 0, 3)], [(0, 3, 20)], [(0, 20, 21)], [(0, 21, 40)]])[0]
-    close(chunks, whole)
+    prompts = random_prompts(40)
+    whole = through_pages(model, prompts, [[(0, 0, 40)]])
+    chunks = through_pages(model, prompts, [[(0, 0, 3)], [(0, 3, 20)], [(0, 20, 21)], [(0, 21, 40)]])
+    assert_near(chunks, whole)

@@ -19,6 +19,7 @@ from crossdock.workers.model.cut.position import CannotCut, RankPosition
 from crossdock.workers.model.layers.coded_products import CodedLinear
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.loaders import file_slice
+from crossdock.workers.model.memory.host_memory import bytes_of
 from crossdock.workers.model.memory.memory_fit import check_fits
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights import weights
@@ -27,22 +28,18 @@ from crossdock.workers.model.weights.heap import trim_heap
 from crossdock.workers.model.weights.packed_layers import PackedExperts, PackedLinear, packed_bytes
 from crossdock.workers.model.weights.weights import read_config
 from tests.workers.architectures import SERVED, build
-from tests.workers.model.paged import monolithic, random_steps, through_pages
+from tests.workers.model.paged import assert_near, in_random_steps, monolithic, random_prompts
 from tests.workers.quantised import CASES, SIZES, Case, mxfp4_experts, save, write
 from tests.workers.ranks import Ranks
 
+STATUS = Path("/proc/self/status")
 FLOAT = torch.float32
-LENGTHS = [5, 23, 40]
+PROMPTS = random_prompts(5, 23, 40)
 MOE = SIZES | {"num_experts": 4, "num_experts_per_tok": 2}
 
 LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
 LLAMA_8B |= {"num_key_value_heads": 8, "vocab_size": 128256}
 GPT_OSS_20B = {"num_hidden_layers": 24, "num_local_experts": 32}
-
-
-def prompts() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    return [torch.randint(3, 120, (n,), generator=generator) for n in LENGTHS]
 
 
 def read(path: Path, position: RankPosition | None = None) -> Any:
@@ -59,10 +56,9 @@ def assert_logits_equal(path: Path, module: Any) -> None:
     """Check logits at every chunk boundary beside those of transformers' model of the dequantised weights."""
     model = load_model(ModelSpec(str(path), "float32"))
     assert model.kernels, "products read the codes"
-    found = through_pages(model, prompts(), random_steps(LENGTHS, seed=7))
-    for prompt, ours in zip(prompts(), found, strict=True):
-        theirs = monolithic(module.eval(), prompt)
-        torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
+    found, expected = in_random_steps(model, PROMPTS, seed=7), [monolithic(module.eval(), each) for each in PROMPTS]
+    assert_near(found, expected)
+    for ours, theirs in zip(found, expected, strict=True):
         assert (ours.argmax(-1) == theirs.argmax(-1)).all()
 
 
@@ -277,7 +273,7 @@ def part_logits(rank: int, path: Path, tensor_size: int, num_stages: int) -> lis
     model = load_model(ModelSpec(str(path), "float32"), links=Collectives(position, 60.0))
     assert model.kernels, "products read the codes"
     torch.manual_seed(0)  # the same pages everywhere
-    logits = through_pages(model, prompts(), random_steps(LENGTHS, seed=7))
+    logits = in_random_steps(model, PROMPTS, seed=7)
     return logits if position.is_last_stage else []
 
 
@@ -287,11 +283,10 @@ def test_logits_of_ranks_equal_those_of_the_dequantised_model(ranks: Ranks, tmp_
         path = tmp_path / name
         path.mkdir()
         module = write(path, CASES[name], sizes=sizes).eval() if name in CASES else write_gpt_oss(path)
-        expected = [monolithic(module, prompt) for prompt in prompts()]
+        expected = [monolithic(module, prompt) for prompt in PROMPTS]
         for division in ((2, 1), (1, 2)):
             driver = RankPosition(0, *division).driver
-            for ours, theirs in zip(ranks.run(2, part_logits, path, *division)[driver], expected, strict=True):
-                torch.testing.assert_close(ours, theirs, atol=2e-3, rtol=2e-3)
+            assert_near(ranks.run(2, part_logits, path, *division)[driver], expected)
 
 
 PACKED = ("fp8 blocks", "compressed-tensors w4a16 zeros", "experts", "mxfp4")
@@ -339,14 +334,9 @@ def peak_of_loading(_: int, path: Path) -> tuple[int, int]:
     gc.collect()
     trim_heap()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-    before = _kib("VmRSS")
+    before = bytes_of(STATUS, "VmRSS")
     module, _part = PlainWeights().read(config, path, FLOAT, None)
-    return _kib("VmHWM") - before, held_bytes(module)
-
-
-def _kib(key: str) -> int:
-    (line,) = (line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(f"{key}:"))
-    return int(line.split()[1]) << 10
+    return bytes_of(STATUS, "VmHWM") - before, held_bytes(module)
 
 
 def test_memory_while_loading_stays_near_that_of_the_packed_weights(ranks: Ranks, tmp_path: Path) -> None:
