@@ -21,8 +21,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from crossdock.workers.model.grammar.matcher import new_matcher
 from crossdock.workers.model.grammar.state import GrammarState, MaskBudget
-from crossdock.workers.model.grammar.vetter import Vetter
-from crossdock.workers.sandbox.sandbox import SandboxBusy
+from crossdock.workers.model.grammar.vetter import new_vetter, vet
+from crossdock.workers.sandbox.sandbox import Sandbox, SandboxBusy
 from crossdock.workers.schedule.shares import Shares
 from crossdock.workers.schedule.submission import Grammar, InvalidField, Overloaded
 
@@ -96,7 +96,7 @@ class GrammarCompiler:
         self._patience_s = patience_s
         self._source, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, sorted(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
-        self._vetter: Vetter | None = None
+        self._vetter: Sandbox | None = None
         self._cache = GrammarCache()
         self._waiting: dict[bytes, Future[Compiled]] = {}
         self._turns: OrderedDict[str, deque[tuple[bytes, Grammar, Future[Compiled]]]] = OrderedDict()  # by tenant
@@ -198,14 +198,14 @@ class GrammarCompiler:
     def _compile(self, grammar: Grammar) -> Compiled:
         try:
             tokenizer, vetter = self._prepare()
-            num_bytes = vetter.vet(grammar)
+            num_bytes = vet(vetter, grammar)
             return Compiled(new_matcher(tokenizer, grammar), num_bytes=num_bytes)
         except InvalidField as error:
             return Compiled(None, str(error), len(str(error)))
         except SandboxBusy as error:
             raise _overloaded() from error
 
-    def _prepare(self) -> tuple[LLTokenizer, Vetter]:
+    def _prepare(self) -> tuple[LLTokenizer, Sandbox]:
         """Return the tokenizer's trie and the vetting process, both ready.
 
         Raises:
@@ -227,7 +227,7 @@ class GrammarCompiler:
                         f"structured output needs an end token that is no text, and {text!r} ({token_id}) ends answers"
                     )
                     raise InvalidField(why, "grammar")
-            self._vetter = Vetter(definition, eos_token_ids)
+            self._vetter = new_vetter(definition, eos_token_ids)
             self._vetter.start()  # first: it reads the tokenizer at the same time
             self._tokenizer = parsed
         return self._tokenizer, self._vetter

@@ -1,4 +1,4 @@
-"""The replica's side of the vetting process: asks for verdicts."""
+"""The replica's side of the vetting process, which compiles a grammar within limits: asks for verdicts."""
 
 from collections.abc import Sequence
 
@@ -18,37 +18,27 @@ _MODULE = "crossdock.workers.model.grammar.vetting"
 _START_PATIENCE_S = 30.0  # a start takes half a second on an idle machine
 
 
-class Vetter:
-    """Asks a sandbox whether a grammar compiles within limits. Calls must not overlap."""
+def new_vetter(tokenizer: str, eos_token_ids: Sequence[int]) -> Sandbox:
+    """Return the vetting process, which is not started yet. `tokenizer`: the JSON of a fast Hugging Face tokenizer."""
+    return Sandbox(
+        _MODULE,
+        {"tokenizer": tokenizer, "eos_token_ids": list(eos_token_ids)},
+        title="the process that compiles grammars",
+        limits=LIMITS,
+        start_patience_s=_START_PATIENCE_S,
+    )
 
-    def __init__(self, tokenizer: str, eos_token_ids: Sequence[int]) -> None:
-        """`tokenizer`: the JSON of a fast Hugging Face tokenizer. The process starts with `start` or the first call."""
-        self._sandbox = Sandbox(
-            _MODULE,
-            {"tokenizer": tokenizer, "eos_token_ids": list(eos_token_ids)},
-            title="the process that compiles grammars",
-            limits=LIMITS,
-            start_patience_s=_START_PATIENCE_S,
-        )
 
-    def start(self) -> None:
-        """Start the process, unless it runs."""
-        self._sandbox.start()
+def vet(vetter: Sandbox, grammar: Grammar) -> int:
+    """Return the bytes that a grammar takes when it is compiled, about. Calls must not overlap.
 
-    def vet(self, grammar: Grammar) -> int:
-        """Return the bytes that the compiled grammar takes, about.
-
-        Raises:
-            InvalidField: the grammar cannot be served; the message gives the reason.
-            SandboxBusy: there is no verdict.
-        """
-        verdict = self._sandbox.ask({"kind": grammar.kind, "source": grammar.source})
-        if reason := verdict.get("reason"):
-            raise invalid(grammar, reason)
-        if error := verdict.get("error"):
-            raise InvalidField(error, "grammar")
-        return int(verdict["bytes"])
-
-    def close(self) -> None:
-        """End the process. Another call starts the next one."""
-        self._sandbox.close()
+    Raises:
+        InvalidField: the grammar cannot be served; the message gives the reason.
+        SandboxBusy: there is no verdict.
+    """
+    verdict = vetter.ask({"kind": grammar.kind, "source": grammar.source})
+    if reason := verdict.get("reason"):
+        raise invalid(grammar, reason)
+    if error := verdict.get("error"):
+        raise InvalidField(error, "grammar")
+    return int(verdict["bytes"])

@@ -1,7 +1,7 @@
 """The vetting process: compiles each grammar in a child of its own, within limits of time, memory and stack.
 
-Run as `python -m` by `Vetter`. It reads messages from stdin, first the tokenizer, then grammars, and writes one answer
-for each to stdout. It ends when stdin does.
+Run as `python -m` by `new_vetter`. It reads messages from stdin, first the tokenizer, then grammars, and writes one
+answer for each to stdout. It ends when stdin does.
 
 A grammar of a few kilobytes can make llguidance overflow the stack, or take minutes and gigabytes.
 """
