@@ -79,8 +79,8 @@ class PictureEncoder:
     _prompts: dict[str, PromptPictures] = field(default_factory=dict)  # by request, of those with items
 
     def __post_init__(self) -> None:
-        if self.num_deep:
-            add_after(list(self.module.get_decoder().layers)[: self.num_deep])
+        if num_deep := num_deep_layers(self.config):
+            add_after(list(self.module.get_decoder().layers)[:num_deep])
 
     @property
     def family(self) -> PictureFamily:
@@ -93,11 +93,6 @@ class PictureEncoder:
         return self.family.attends_both_ways
 
     @property
-    def num_deep(self) -> int:
-        """Return the number of layers after which embeddings of items are added to hidden states (DeepStack)."""
-        return num_deep_layers(self.config)
-
-    @property
     def _parameter(self) -> Tensor:
         """Return a parameter, which has the model's dtype and device."""
         parameter: Tensor = next(self.module.parameters())
@@ -106,7 +101,7 @@ class PictureEncoder:
     def _zeros(self, num_rows: int) -> Tensor:
         """Return embeddings [1 + L, R, E] of zeros."""
         width: int = self.config.get_text_config(decoder=True).hidden_size
-        return self._parameter.new_zeros(1 + self.num_deep, num_rows, width)
+        return self._parameter.new_zeros(1 + num_deep_layers(self.config), num_rows, width)
 
     @property
     def row_bytes(self) -> int:
