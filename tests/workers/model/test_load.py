@@ -35,14 +35,6 @@ def test_checkpoint_with_pickled_weights_alone_is_refused_unread(tmp_path: Path)
     assert not trap.exists()
 
 
-def test_plain_pickled_weights_are_refused(tmp_path: Path) -> None:
-    module = build("llama", {})
-    module.config.save_pretrained(tmp_path)
-    torch.save(module.state_dict(), tmp_path / "pytorch_model.bin")
-    with pytest.raises(ValueError, match="save_pretrained writes them"):
-        load_model(ModelSpec(str(tmp_path)))
-
-
 def test_checkpoint_that_brings_code_is_refused(tmp_path: Path) -> None:
     module, trap = build("llama", {}), tmp_path / "run"
     model = tmp_path / "model"
