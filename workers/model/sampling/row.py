@@ -76,7 +76,7 @@ class SampleRow:
     is_penalized: bool = field(init=False)
     reads_tokens: bool = field(init=False)  # its masks depend on the tokens before, which then must be on the host
     is_plain: bool = field(init=False)  # but for a grammar, its logits are drawn from as they are
-    _may_be_edited: bool = field(init=False)  # in some step, by its parameters
+    _is_always_edited: bool = field(init=False)  # by its parameters, in every step
     _kept: _Kept = field(default_factory=_Kept, repr=False)
 
     def __post_init__(self) -> None:
@@ -86,9 +86,10 @@ class SampleRow:
         penalties = params.repetition_penalty, params.presence_penalty, params.frequency_penalty
         self.is_penalized = penalties != (1.0, 0.0, 0.0)
         self.reads_tokens = params.grammar is not None or self._has_long_bad_words
-        masks = params.logit_bias, params.allowed_token_ids, params.bad_words, params.min_tokens
-        self._may_be_edited = self.is_penalized or any(masks)
-        self.is_plain = not (self._may_be_edited or self.is_filtered or params.logprobs is not None)
+        masks = params.logit_bias, params.allowed_token_ids, params.bad_words
+        self._is_always_edited = self.is_penalized or any(masks)
+        is_edited = self._is_always_edited or params.min_tokens > 0
+        self.is_plain = not (is_edited or self.is_filtered or params.logprobs is not None)
 
     def after(self, drafts: Sequence[int], allowed: Tensor | None) -> "SampleRow":
         """Return the row of the token after `drafts`. `allowed`: the grammar's mask there."""
@@ -115,16 +116,8 @@ class SampleRow:
     @property
     def is_edited(self) -> bool:
         """Whether anything changes the logits before temperature does."""
-        if not self._may_be_edited:
-            return self.allowed is not None
-        return bool(
-            self.is_penalized
-            or self.must_continue
-            or self.params.logit_bias
-            or self.params.allowed_token_ids
-            or self.params.bad_words
-            or self.allowed is not None
-        )
+        is_masked = self.allowed is not None or (self.params.min_tokens > 0 and self.must_continue)
+        return self._is_always_edited or is_masked
 
     @property
     def bias(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
