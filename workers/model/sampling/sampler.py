@@ -45,7 +45,10 @@ def sample(logits: Tensor, rows: Sequence[SampleRow]) -> list[SampledToken]:
     if not rows:
         return []
     is_plain = _are_plain(rows)
-    token_ids = _draw_all(logits, rows, is_plain)
+    scores = _scores_of(logits, rows, is_plain)
+    first, *wider = heads.widths_of(scores.shape[-1])
+    token_ids: list[int] = _draw(scores, rows, first, is_plain).tolist()
+    _draw_open(token_ids, scores, rows, wider)
     asking = () if is_plain else rows
     return _with_logprobs(token_ids, SampledLogprobs(logits, torch.tensor(token_ids), asking).read())
 
@@ -93,15 +96,6 @@ def _scores_of(
     if not is_plain and any(row.is_edited or row.is_filtered for row in rows):
         return edited_scores(logits, rows, copy, previous_tokens)
     return logits
-
-
-def _draw_all(logits: Tensor, rows: Sequence[SampleRow], is_plain: bool) -> list[int]:
-    """Return token ids [N]."""
-    scores = _scores_of(logits, rows, is_plain)
-    first, *wider = heads.widths_of(scores.shape[-1])
-    token_ids: list[int] = _draw(scores, rows, first, is_plain).tolist()
-    _draw_open(token_ids, scores, rows, wider)
-    return token_ids
 
 
 def _draw_open(token_ids: list[int], scores: Tensor, rows: Sequence[SampleRow], widths: Sequence[int]) -> None:
