@@ -5,7 +5,7 @@ do not depend on the batch; or a library's products, with layer_steps.cpp and pa
 """
 
 import ctypes
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -136,25 +136,47 @@ class _DecoderBatch(ctypes.Structure):
 
 
 @dataclass(frozen=True, slots=True)
-class _Products:
-    """The linears of one layer."""
+class _HeldLayer:
+    """Copies of the weights of one layer: its products, and vectors as in `DecoderLayer`."""
 
     qkv: ChosenLinear
     out: ChosenLinear
     gate_up: ChosenLinear
     down: ChosenLinear
+    input_norm: Tensor
+    post_norm: Tensor
+    qkv_bias: Tensor | None
+    q_norm: Tensor | None
+    k_norm: Tensor | None
+    window: int | None
 
     @classmethod
-    def of(cls, layer: DecoderLayer, choice: KernelChoice, memory: HugePages, frees_codes: bool) -> "_Products":
+    def of(cls, layer: DecoderLayer, choice: KernelChoice, memory: HugePages, frees_codes: bool) -> "_HeldLayer":
         def linear(*weights: Weight, every_panel: bool = False) -> ChosenLinear:
             return ChosenLinear(_joined(weights, every_panel, memory, frees_codes), choice, memory)
+
+        def copy(vector: Tensor | None) -> Tensor | None:
+            return None if vector is None else vector.clone()
 
         return cls(
             linear(layer.q, layer.k, layer.v),
             linear(layer.out),
             linear(layer.gate, layer.up, every_panel=True),
             linear(layer.down),
+            layer.input_norm.clone(),
+            layer.post_norm.clone(),
+            copy(layer.qkv_bias),
+            copy(layer.q_norm),
+            copy(layer.k_norm),
+            layer.window,
         )
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        for linear in (self.qkv, self.out, self.gate_up, self.down):
+            yield from linear.tensors
+        vectors = self.input_norm, self.post_norm, self.qkv_bias, self.q_norm, self.k_norm
+        yield from (vector for vector in vectors if vector is not None)
 
 
 def _joined(
@@ -168,10 +190,6 @@ def _joined(
     if packed:
         return PackedPanels.of(*packed, every_panel=every_panel, memory=memory, frees=frees_codes)
     return interleave(*plain) if every_panel else torch.cat(plain)
-
-
-def _copy(weight: Tensor | None) -> Tensor | None:
-    return None if weight is None else weight.clone()
 
 
 class DecoderStack:
@@ -199,29 +217,19 @@ class DecoderStack:
         self._shape, self._choice, self._attention, self._with_amx = shape, choice, attention, with_amx
         steps_library()
         memory = HugePages()
-        self._products: list[_Products] = []
-        self._norms: list[tuple[Tensor, Tensor]] = []
-        self._heads: list[tuple[Tensor | None, Tensor | None, Tensor | None, int | None]] = []
+        self._layers: list[_HeldLayer] = []
         is_one_call = True
         for layer in layers:
-            self._products.append(_Products.of(layer, choice, memory, frees_codes))
-            self._norms.append((layer.input_norm.clone(), layer.post_norm.clone()))
-            self._heads.append((_copy(layer.qkv_bias), _copy(layer.q_norm), _copy(layer.k_norm), layer.window))
+            self._layers.append(_HeldLayer.of(layer, choice, memory, frees_codes))
             is_one_call = is_one_call and _is_one_call(layer)
             del layer  # its matrices may be freed before the next layer is asked for
-        self.num_layers = len(self._products)
+        self.windows = [layer.window for layer in self._layers]
+        self.num_layers = len(self.windows)
         self._one_call = {kernel for kernel in choice.kernels if kernel in ONE_CALL and is_one_call}
-        stacks = [
-            _OwnStack(shape, self._products, self._norms, self._heads, kernel, with_amx) for kernel in self._one_call
-        ]
+        stacks = [_OwnStack(shape, self._layers, kernel, with_amx) for kernel in self._one_call]
         self._own = stacks[0] if stacks else None
         self._steps: list[HeadSteps] = []
         self._pages: Sequence[tuple[Tensor, Tensor]] = ()
-
-    @property
-    def windows(self) -> Sequence[int | None]:
-        """Return the window of each layer."""
-        return [window for *_, window in self._heads]
 
     @property
     def kernels(self) -> Sequence[Kernel]:
@@ -231,10 +239,7 @@ class DecoderStack:
     @property
     def tensors(self) -> Sequence[Tensor]:
         """Return the memory of all weights."""
-        linears = [each for own in self._products for each in (own.qkv, own.out, own.gate_up, own.down)]
-        others = [each for norms in self._norms for each in norms]
-        others += [each for *heads, _ in self._heads for each in heads if each is not None]
-        return [*(each for linear in linears for each in linear.tensors), *others]
+        return [each for layer in self._layers for each in layer.tensors]
 
     def with_weights(self, layers: Sequence[DecoderLayer]) -> "DecoderStack":
         """Return a stack of the same shape and kernels with the weights of other layers."""
@@ -242,7 +247,7 @@ class DecoderStack:
 
     def drop(self) -> None:
         """Give up the weights. Only `with_weights` may be called then."""
-        self._products, self._own = [], None
+        self._layers, self._own = [], None
 
     def __call__(
         self,
@@ -268,10 +273,10 @@ class DecoderStack:
     def _bind(self, pages: Sequence[tuple[Tensor, Tensor]]) -> None:
         shape = self._shape
         self._steps = []
-        for (keys, values), (bias, q_norm, k_norm, _) in zip(pages, self._heads, strict=True):
+        for (keys, values), layer in zip(pages, self._layers, strict=True):
             assert keys.stride() == values.stride(), "keys and values of a layer have the same strides"
             page_stride, head_stride, _, _ = keys.stride()
-            pointers = (None if tensor is None else tensor.data_ptr() for tensor in (bias, q_norm, k_norm))
+            pointers = map(_pointer, (layer.qkv_bias, layer.q_norm, layer.k_norm))
             self._steps.append(
                 HeadSteps(
                     *(shape.num_heads, shape.num_kv_heads, shape.head_dim, keys.shape[2], page_stride, head_stride),
@@ -295,29 +300,33 @@ class DecoderStack:
         addend: Tensor | None = None
         change: Adapted | None = None  # of `addend`, by adapters
         pointers = adapters.pointers(T) if adapters.groups else None
-        for layer, (products, (input_norm, post_norm), steps, (keys, values), (*_, window)) in enumerate(
-            zip(self._products, self._norms, self._steps, self._pages, self._heads, strict=True)
+        for number, (layer, steps, (keys, values)) in enumerate(
+            zip(self._layers, self._steps, self._pages, strict=True)
         ):
-            add_and_norm(hidden, addend, input_norm, shape.eps, normed, change)
-            qkv = products.qkv(normed)
-            change = adapted(pointers, layer, normed, q=query_width, k=kv_width, v=kv_width)
+            add_and_norm(hidden, addend, layer.input_norm, shape.eps, normed, change)
+            qkv = layer.qkv(normed)
+            change = adapted(pointers, number, normed, q=query_width, k=kv_width, v=kv_width)
             finish_heads(steps, qkv, cos, sin, batch, change)
             q = qkv[:T, :query_width].view(T, shape.num_heads, shape.head_dim)
-            seen = self._attention(q, keys, values, batch, scale=shape.scale, window=window)  # [T, Hq, D]
+            seen = self._attention(q, keys, values, batch, scale=shape.scale, window=layer.window)  # [T, Hq, D]
             attended[:T] = seen.view(T, query_width)
-            addend = products.out(attended)
-            change = adapted(pointers, layer, attended, out=shape.hidden)
-            add_and_norm(hidden, addend, post_norm, shape.eps, normed, change)
+            addend = layer.out(attended)
+            change = adapted(pointers, number, attended, out=shape.hidden)
+            add_and_norm(hidden, addend, layer.post_norm, shape.eps, normed, change)
             count = _MLP_ROWS if pointers is None else rows  # pointers are those of all rows
             for first in range(0, rows, count):
                 block = slice(first, first + count)
-                gate_up = products.gate_up(normed[block])
-                change = adapted(pointers, layer, normed, gate=shape.intermediate, up=shape.intermediate)
+                gate_up = layer.gate_up(normed[block])
+                change = adapted(pointers, number, normed, gate=shape.intermediate, up=shape.intermediate)
                 silu_and_multiply(gate_up, min(count, T - first), activated[block], change)
-            addend = products.down(activated)
-            change = adapted(pointers, layer, activated, down=shape.hidden)
+            addend = layer.down(activated)
+            change = adapted(pointers, number, activated, down=shape.hidden)
         if addend is not None:
-            add_and_norm(hidden, addend, self._norms[-1][1], shape.eps, None, change)
+            add_and_norm(hidden, addend, self._layers[-1].post_norm, shape.eps, None, change)
+
+
+def _pointer(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
 
 
 def _is_one_call(layer: DecoderLayer) -> bool:
@@ -329,30 +338,20 @@ def _is_one_call(layer: DecoderLayer) -> bool:
 class _OwnStack:
     """All layers as one call of decoder.cpp."""
 
-    def __init__(
-        self,
-        shape: DecoderShape,
-        products: Sequence[_Products],
-        norms: Sequence[tuple[Tensor, Tensor]],
-        heads: Sequence[tuple[Tensor | None, Tensor | None, Tensor | None, int | None]],
-        kernel: Kernel,
-        with_amx: bool,
-    ) -> None:
+    def __init__(self, shape: DecoderShape, layers: Sequence[_HeldLayer], kernel: Kernel, with_amx: bool) -> None:
         self._shape, self._with_amx = shape, with_amx
-        self._chunk_from, self._scratch = _NO_CHUNK, norms[0][0].new_empty(0)
-        self._library = decoder_library(norms[0][0].dtype)
-        self._layers = (_Layer * len(products))()  # points into tensors that `DecoderStack` keeps
-        for structure, product, (input_norm, post_norm), (bias, q_norm, k_norm, window) in zip(
-            self._layers, products, norms, heads, strict=True
-        ):
+        norm = layers[0].input_norm
+        self._chunk_from, self._scratch = _NO_CHUNK, norm.new_empty(0)
+        self._library = decoder_library(norm.dtype)
+        self._layers = (_Layer * len(layers))()  # points into tensors that `DecoderStack` keeps
+        for structure, layer in zip(self._layers, layers, strict=True):
             for name in ("qkv", "out", "gate_up", "down"):
-                own = getattr(product, name).formats[kernel]
+                own = getattr(layer, name).formats[kernel]
                 assert isinstance(own, OwnLinear | PackedProduct)
                 setattr(structure, name, own.struct)
-            structure.input_norm, structure.post_norm = input_norm.data_ptr(), post_norm.data_ptr()
-            for name, tensor in (("qkv_bias", bias), ("q_norm", q_norm), ("k_norm", k_norm)):
-                setattr(structure, name, tensor.data_ptr() if tensor is not None else None)
-            structure.window = window or 0
+            for name in ("input_norm", "qkv_bias", "q_norm", "k_norm", "post_norm"):
+                setattr(structure, name, _pointer(getattr(layer, name)))
+            structure.window = layer.window or 0
         self._stack = _Stack()
 
     def bind(self, pages: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -84,11 +84,11 @@ def test_bytes_counted_are_bytes_held(name: Quantization | None, is_tied: bool) 
     if weights.kernel is not None:
         module = wrap_module(module, LoadOptions(quantization=name)).module
         stack: Any = module.model.layers[0]._stack
-        products = [each for layer in stack._products for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
+        products = [each for layer in stack._layers for each in (layer.qkv, layer.out, layer.gate_up, layer.down)]
         packed = [product.formats[weights.kernel] for product in (*products, module.lm_head.linear)]
         held = sum(tensor.nbytes for each in packed for tensor in each.tensors)
         held += sum(parameter.nbytes for parameter in module.parameters())
-        held += sum(norm.nbytes for norms in stack._norms for norm in norms)
+        held += sum(layer.input_norm.nbytes + layer.post_norm.nbytes for layer in stack._layers)
     assert counted.held == held == held_bytes(module)
     assert counted.loading >= counted.held
 
