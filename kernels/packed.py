@@ -26,7 +26,7 @@ TABLES = {"e2m1": (*_E2M1, *(-value for value in _E2M1)), "nf4": _NF4}
 IN_NIBBLES: tuple[Kind, ...] = ("int4", "e2m1", "nf4")  # two codes share a byte
 _PANEL_BYTES = {"cpu": 4 << 20}  # of float32, that are dequantised at a time; memory holds several times as many
 _PANEL_BYTES_OF_GPUS = 16 << 20
-_DTYPES = {
+DTYPES = {
     "int4": torch.uint8,
     "e2m1": torch.uint8,
     "nf4": torch.uint8,
@@ -62,7 +62,7 @@ class PackedMatrix:
         rows, columns = self.shape
         grid = (-(-rows // self.block_rows), -(-columns // self.group))
         for name, found, expected in (
-            ("codes", self.codes.dtype, _DTYPES[self.kind]),
+            ("codes", self.codes.dtype, DTYPES[self.kind]),
             ("scales", tuple(self.scales.shape), grid),
             ("offsets", grid if self.offsets is None else tuple(self.offsets.shape), grid),
             ("columns", (columns,) if self.columns is None else tuple(self.columns.shape), (columns,)),

@@ -12,18 +12,13 @@ from torch import Tensor
 
 from crossdock.kernels.cpu.build import cpu_library
 from crossdock.kernels.cpu.huge_pages import HugePages, give_back
-from crossdock.kernels.packed import IN_NIBBLES, Kind, PackedMatrix
+from crossdock.kernels.packed import DTYPES, IN_NIBBLES, Kind, PackedMatrix
 
 INT8_MAX = 127
 _PANEL = 16  # outputs
 _PACKED_AT_ONCE = 1 << 20  # bytes of codes
 _KINDS: tuple[Kind, ...] = ("int4", "int8", "e2m1", "e4m3", "nf4")  # from 1 on, in the order of packed.h
 _BITS = {kind: 4 if kind in IN_NIBBLES else 8 for kind in _KINDS}  # of a code
-_CODES = {  # dtype of the tensor of codes, columns in an element
-    **dict.fromkeys(IN_NIBBLES, (torch.uint8, 2)),
-    "int8": (torch.int8, 1),
-    "e4m3": (torch.float8_e4m3fn, 1),
-}
 _SUFFIXES = {torch.bfloat16: "bf16", torch.float32: "f32"}
 
 
@@ -65,10 +60,9 @@ class CodeForm(NamedTuple):
 
     def constant(self, rows: int, columns: int) -> PackedMatrix:
         """Return a weight of one small number, for measurements."""
-        dtype, per_code = _CODES[self.kind]
         group = min(self.group, columns)
         scales = torch.full((rows, -(-columns // group)), 0.5 / columns)
-        codes = torch.full((rows, columns // per_code), 1, dtype=torch.uint8).view(dtype)
+        codes = torch.full((rows, columns * _BITS[self.kind] // 8), 1, dtype=torch.uint8).view(DTYPES[self.kind])
         return PackedMatrix(self.kind, codes, scales, scales * 0 if self.has_offsets else None, group)
 
 
