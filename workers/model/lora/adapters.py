@@ -7,6 +7,7 @@ model's weights may be stored in any format: an adapter only sees inputs and out
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain, groupby, pairwise
 from math import frexp
 from pathlib import Path
@@ -240,17 +241,12 @@ def sites_of(module: Any, part: ModelPart) -> dict[str, Site]:
 def hook_adapters(module: Any, sites: Mapping[str, Site]) -> None:
     """Let each linear of `sites` add what adapters change to its outputs, before ranks add these up."""
     for name in sites:
-        module.get_submodule(name).register_forward_hook(_Adding(name), prepend=True)
+        module.get_submodule(name).register_forward_hook(partial(_add, name), prepend=True)
 
 
-class _Adding:
-    """The hook of one linear."""
-
-    def __init__(self, name: str) -> None:
-        self._name = name
-
-    def __call__(self, _: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
-        context = context_or_none()
-        if context is not None and context.adapters is not None:
-            x = args[0]
-            context.adapters.add(self._name, x if x.dim() == 2 else x[0], out if out.dim() == 2 else out[0])
+def _add(name: str, _: nn.Module, args: tuple[Tensor, ...], out: Tensor) -> None:
+    """Add what adapters change, as a hook of the linear `name`."""
+    context = context_or_none()
+    if context is not None and context.adapters is not None:
+        x = args[0]
+        context.adapters.add(name, x if x.dim() == 2 else x[0], out if out.dim() == 2 else out[0])
