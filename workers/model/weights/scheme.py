@@ -158,13 +158,7 @@ def _checked(scheme: Scheme) -> Scheme:
         for size in (form.group, form.block_rows):
             if size is not None and (type(size) is not int or not 0 < size < 1 << 31):
                 raise _NotReadError(f"groups and blocks of {size!r:.50} are none")
-    rules = (
-        rule._replace(
-            form=rule.form._replace(has_offsets=bool(rule.form.has_offsets), has_order=bool(rule.form.has_order))
-        )
-        for rule in scheme.rules
-    )
-    return scheme._replace(rules=tuple(rules))
+    return scheme
 
 
 class _NotReadError(ValueError):
@@ -203,7 +197,7 @@ def _awq(found: Mapping[str, Any]) -> Scheme:
     if bits != 4 or version != "gemm":
         raise _NotReadError(f"{bits} bits in version {version} are not read, only 4 bits in version gemm")
     group = found.get("group_size", found.get("q_group_size", 128))
-    form = PackedForm("awq", "int4", None if group == -1 else group, 1, has_offsets=found.get("zero_point", True))
+    form = PackedForm("awq", "int4", None if group == -1 else group, 1, has_offsets=bool(found.get("zero_point", True)))
     return Scheme("awq", (Rule(form),), _plain_ones(found))
 
 
@@ -232,7 +226,7 @@ def _bitsandbytes(found: Mapping[str, Any]) -> Scheme:
 def _gguf(found: Mapping[str, Any]) -> Scheme:
     """Return the scheme that `pack_gguf` writes: for each form the modules that have it."""
     rules = [
-        Rule(PackedForm("gguf", each["kind"], each["group"], 1, each["has_offsets"]), tuple(each["modules"]))
+        Rule(PackedForm("gguf", each["kind"], each["group"], 1, bool(each["has_offsets"])), tuple(each["modules"]))
         for each in found["forms"]
     ]
     return Scheme("gguf", tuple(rules))
