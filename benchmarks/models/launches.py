@@ -133,7 +133,7 @@ def trace(model: LoadedModel, lengths: list[int]) -> Launches:
     """Return the launches of one step that computes whole prompts of these lengths."""
     batch = batch_of_one_page_each(lengths, model.device)
     model.allocate_pool(len(lengths), max(lengths))
-    context = ForwardContext(model.attention, batch, model.pool.pages)
+    context = ForwardContext(model.attention, batch, model.pool.pages, places=model.places)
     ids, positions = torch.ones(sum(lengths), dtype=torch.long), torch.cat([torch.arange(n) for n in lengths])
     with Launches() as launches, launches.kernels():
         model.run(context, ids, positions, torch.arange(len(ids)))

@@ -27,8 +27,8 @@ class LoadedModel(Network):
 
     eos_token_ids: frozenset[int]
     layers: Sequence[LayerShape]  # of each layer with attention here: the KV heads that this rank holds
-    windows: Sequence[Window] = ()  # of the attention of each of `layers`
-    places: Mapping[int, int] = field(default_factory=dict)  # in `layers`, by layer number; empty: all have attention
+    windows: Sequence[Window]  # of the attention of each of `layers`
+    places: Mapping[int, int]  # in `layers`, by layer number
     states: StateLayout | None = None  # of the recurrent layers here; None: the model has none
     least_state_pages: int = 1  # what the rank with the largest state needs for a request's
     states_name: str = ""  # names the states of all ranks of a gang; empty: there is one rank
@@ -112,7 +112,6 @@ class LoadedModel(Network):
             batch,
             self.pool.pages,
             self.scales,
-            self.part.first_layer,
             places=self.places,
             states=self._step_states(batch, states),
             layer_batches=self._layer_batches(batch),

@@ -114,7 +114,7 @@ def probe(network: Network, options: LoadOptions, eos_token_ids: frozenset[int] 
         eos_token_ids=eos_token_ids,
         layers=[call.shape for call in calls],
         windows=[call.window for call in calls],
-        places={} if states is None else {call.layer: place for place, call in enumerate(calls)},
+        places={call.layer: place for place, call in enumerate(calls)},
         states=states,
     )
     if states is not None:

@@ -45,8 +45,7 @@ class ForwardContext:
     batch: AttentionBatch | None = None  # None: probe, that is attend within each sequence of `probe_lengths`
     pages: Sequence[tuple[Tensor, Tensor]] = ()  # of each layer: keys and values, [page, kv_head, token, head_dim]
     scales: Sequence[tuple[Tensor, Tensor]] = ()  # of each layer's e4m3 pages: keys and values, [Hkv]
-    first_layer: int = 0  # the layer that the first of `pages` belongs to
-    places: Mapping[int, int] = field(default_factory=dict)  # in `pages`, by layer, where not all layers have attention
+    places: Mapping[int, int] = field(default_factory=dict)  # in `pages`, by layer
     states: StepStates | None = None  # of models with recurrent layers
     layer_batches: Sequence[AttentionBatch] = ()  # `batch` with each layer's own pages, where groups of layers differ
     probe_lengths: Sequence[int] = ()
@@ -114,7 +113,7 @@ def _attend(
         page_size = page_size_for(context.probe_lengths, context.attention.page_multiple)
         k_pages, v_pages = (x.new_zeros(len(batch.kv_len), x.shape[1], page_size, x.shape[2]) for x in (k, v))
     else:
-        place = context.places[layer] if context.places else layer - context.first_layer
+        place = context.places[layer]
         (k_pages, v_pages), batch = context.pages[place], context.batch
         if context.layer_batches:
             batch = context.layer_batches[place]

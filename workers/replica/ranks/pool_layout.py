@@ -33,10 +33,8 @@ def memory_of(pool: Tensor) -> Memory:
 def held_layers(model: LoadedModel) -> HeldLayers:
     """Return which layers with attention and which heads this rank's part of the model has."""
     rows = []
-    windows = model.windows or [None] * len(model.layers)
     first = model.part.first_place
-    numbers = sorted(model.places) or range(first, first + len(model.layers))  # of the layers with attention
-    for place, (number, shape, window) in enumerate(zip(numbers, model.layers, windows, strict=True)):
+    for place, (number, shape, window) in enumerate(zip(model.places, model.layers, model.windows, strict=True)):
         start, stop, count = model.part.heads.get(number, (0, shape.num_kv_heads, shape.num_kv_heads))
         scales = model.scales[place] if model.scales else ()
         powers = [power for scale in scales for power in exponents(scale)]
