@@ -35,18 +35,14 @@ class StepPictures:
         return bool(len(self.rows)) or self.positions is not None
 
 
+@dataclass(slots=True, eq=False)
 class PictureRows:
     """The rows of a flat batch that are embeddings of items, on the device."""
 
-    __slots__ = ("embeddings", "key_end", "positions", "rows")
-
-    def __init__(
-        self, rows: Tensor, embeddings: Tensor, positions: Tensor | None, key_end: Tensor | None = None
-    ) -> None:
-        self.rows = rows  # [R]
-        self.embeddings = embeddings  # [1 + L, R, E]: of the input, and added after each of the first L layers
-        self.positions = positions  # [3, T]; None: the step's own
-        self.key_end = key_end  # [T]; see `AttentionBatch`
+    rows: Tensor  # [R]
+    embeddings: Tensor  # [1 + L, R, E]: of the input, and added after each of the first L layers
+    positions: Tensor | None  # [3, T]; None: the step's own
+    key_end: Tensor | None = None  # [T]; see `AttentionBatch`
 
     @classmethod
     def of(cls, pictures: StepPictures, embeddings: Tensor) -> "PictureRows":
