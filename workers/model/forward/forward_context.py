@@ -55,6 +55,13 @@ class ForwardContext:
     adapters: RowAdapters | None = None  # None: no row of the batch has an adapter
     positions: Tensor | None = None  # [T] of the rows of the flat batch; [3, T] of models with three axes
 
+    def of_layer(self, place: int) -> tuple[Tensor, Tensor, AttentionBatch, dict[str, Any]]:
+        """Return a layer's pages of keys and of values, the batch with its pages, and the scales of these, if any."""
+        assert self.batch is not None
+        batch = self.layer_batches[place] if self.layer_batches else self.batch
+        scales = dict(zip(("k_scale", "v_scale"), self.scales[place], strict=True)) if self.scales else {}
+        return *self.pages[place], batch, scales
+
 
 _current = threading.local()
 
@@ -113,12 +120,7 @@ def _attend(
         page_size = page_size_for(context.probe_lengths, context.attention.page_multiple)
         k_pages, v_pages = (x.new_zeros(len(batch.kv_len), x.shape[1], page_size, x.shape[2]) for x in (k, v))
     else:
-        place = context.places[layer]
-        (k_pages, v_pages), batch = context.pages[place], context.batch
-        if context.layer_batches:
-            batch = context.layer_batches[place]
-        if context.scales:
-            scales = dict(zip(("k_scale", "v_scale"), context.scales[place], strict=True))
+        k_pages, v_pages, batch, scales = context.of_layer(context.places[layer])
     context.attention.store_kv(k, v, k_pages, v_pages, batch.slots, **scales)
     attention = context.attention.paged_attention
     if (latents := unexpanded(module)) is not None:

@@ -94,19 +94,14 @@ class TritonLayers(nn.Module):
         from crossdock.kernels.gpu.triton_layer_steps import add_and_norm, finish_heads, silu_and_multiply
 
         context = current_context()
-        batch, attention = context.batch, context.attention.paged_attention
-        assert batch is not None
+        attention = context.attention.paged_attention
         hidden = hidden_states[0].clone()  # [T, E], changed in place
         cos, sin = (each[0].contiguous() for each in position_embeddings)  # [T, D] each
         if cos.shape[1] != context.pages[0][0].shape[3]:
             raise NotFusableError("only a part of each head is rotated")
         addend: Tensor | None = None
         for number, layer in enumerate(self._layers):
-            k_pages, v_pages = context.pages[number]
-            batch = context.layer_batches[number] if context.layer_batches else batch
-            scales: dict[str, Any] = {}
-            if context.scales:
-                scales = dict(zip(("k_scale", "v_scale"), context.scales[number], strict=True))
+            k_pages, v_pages, batch, scales = context.of_layer(number)
             normed = add_and_norm(hidden, addend, layer.input_norm.weight, layer.input_norm.variance_epsilon)
             norms: dict[str, Any] = {}
             if layer.q_norm is not None:
