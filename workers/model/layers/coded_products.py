@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.nn.functional as F
@@ -20,17 +20,8 @@ from crossdock.workers.model.weights.packed_layers import PackedExperts, PackedL
 Parts: TypeAlias = Sequence[PackedMatrix]
 """Matrices whose rows lie one after the other in one weight."""
 
-
-class Product(Protocol):
-    """A product with one weight."""
-
-    @property
-    def tensors(self) -> Sequence[Tensor]:
-        """The memory of the weight."""
-
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return x [T, K] times the weight, [T, N]."""
-
+Product: TypeAlias = ChosenLinear | HummingProduct
+"""A product with one weight: x [T, K] to [T, N]."""
 
 _MOST_ERROR = 0.02  # in norm, of products with rounded scales beside those of dequantised weights
 
