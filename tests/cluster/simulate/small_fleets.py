@@ -59,9 +59,16 @@ def job(
     return Job((Segment(name, prompt),), output, due, service_tier=tier, pictures=drawn)
 
 
-def play(fleet: SimulatedFleet, jobs: Sequence[Job], seed: int = 0, at_once: bool = True) -> tuple[Simulation, Outcome]:
-    simulation = Simulation(fleet, seed, at_once)
-    return simulation, simulation.run(jobs)
+def play(fleet: SimulatedFleet, jobs: Sequence[Job], seed: int = 0, at_once: bool = True) -> Outcome:
+    return Simulation(fleet, seed, at_once).run(jobs)
+
+
+def play_out(fleet: SimulatedFleet, jobs: Sequence[Job], seed: int = 0) -> Outcome:
+    """Play jobs, and check that each of them ended."""
+    simulation = Simulation(fleet, seed)
+    outcome = simulation.run(jobs)
+    assert_all_ended(simulation, outcome, jobs)
+    return outcome
 
 
 def times(outcome: Outcome) -> list[list[float]]:
@@ -92,9 +99,8 @@ def assert_all_ended(simulation: Simulation, outcome: Outcome, jobs: Sequence[Jo
 
 def assert_same_at_once_and_in_turn(fleet: SimulatedFleet, jobs: Sequence[Job]) -> None:
     """Check that every request ends, and that equal steps computed at once give the figures of single steps."""
-    simulation, outcome = play(fleet, jobs, seed=3)
-    assert_all_ended(simulation, outcome, jobs)
-    _, in_turn = play(fleet, jobs, seed=3, at_once=False)
+    outcome = play_out(fleet, jobs, seed=3)
+    in_turn = play(fleet, jobs, seed=3, at_once=False)
     assert times(in_turn) == times(outcome)
     found, same = (report.figures(each, DEFAULT_TARGETS) for each in (outcome, in_turn))
     assert json.dumps(found) == json.dumps(same)

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tests.cluster.simulate.small_fleets import assert_all_ended, fleet, job, play, profile, times
+from tests.cluster.simulate.small_fleets import fleet, job, play, play_out, profile, times
 
 
 def test_request_of_a_dead_replica_goes_on_elsewhere_after_its_tokens() -> None:
@@ -13,12 +13,11 @@ def test_request_of_a_dead_replica_goes_on_elsewhere_after_its_tokens() -> None:
     failures = [{"at": dies, "kill": "mixed/1"}, {"at": dies + 0.01, "kill": "mixed/1"}]
     pair = fleet({"replicas": 2}, failures=failures, router={"policy": "round-robin"})
     jobs = [job("a", 64, 5)]
-    simulation, outcome = play(pair, jobs)
+    outcome = play_out(pair, jobs)
     again = dies + 1 / 64 + 67 / 1024
     assert times(outcome) == [[first, first + decode, first + 2 * decode, again, again + decode]]
     assert outcome.replicas[1].until == dies
     assert outcome.replicas[1].busy_s == dies
-    assert_all_ended(simulation, outcome, jobs)
 
 
 def test_simulated_stream_goes_on_with_its_own_weights_alone() -> None:
@@ -31,14 +30,12 @@ def test_simulated_stream_goes_on_with_its_own_weights_alone() -> None:
     for unlike_weights in ("apart", "mixed"):
         router = {"policy": "round-robin", "unlike_weights": unlike_weights}
         failures = [{"at": 2.0, "kill": "bf16/0"}]
-        simulation, outcome = play(fleet(*pools, failures=failures, router=router), jobs)
-        assert_all_ended(simulation, outcome, jobs)
+        outcome = play_out(fleet(*pools, failures=failures, router=router), jobs)
         assert all(sample.ok for sample in outcome.samples)
         prefilled = {replica.name: replica.num_prefilled for replica in outcome.replicas}
         assert (prefilled["fp8/0"] == 3 * 64) == (unlike_weights == "apart"), prefilled
     lost = [{"at": 2.0 + number, "kill": f"bf16/{number}"} for number in (0, 1)]
-    simulation, outcome = play(fleet(*pools, failures=lost, router={"policy": "round-robin"}), jobs)
-    assert_all_ended(simulation, outcome, jobs)
+    outcome = play_out(fleet(*pools, failures=lost, router={"policy": "round-robin"}), jobs)
     errors = [sample.error for sample in outcome.samples if not sample.ok]
     assert len(errors) == 6
     assert all("no replica is left with the weights" in str(error) for error in errors)
@@ -49,9 +46,8 @@ def test_decode_replica_computes_only_the_missing_pages_when_prefill_replica_die
     failures = [{"at": 2 * 17 / 64 + 1 / 1024, "kill": "prefill/0"}]
     pools = fleet({"name": "prefill"}, {"name": "decode"}, failures=failures, router={"shipping": "always"})
     jobs = [job("a", 768, 4)]
-    simulation, outcome = play(pools, jobs)
+    outcome = play_out(pools, jobs)
     assert outcome.replicas[1].num_prefilled == 512
-    assert_all_ended(simulation, outcome, jobs)
     assert outcome.samples[0].ok
 
 
@@ -62,10 +58,9 @@ def test_grant_of_an_attempt_that_was_given_up_lets_no_page_of_the_next_one_trav
     small = {"profile": profile(num_pages=32, max_model_len=512, bytes_per_second=2.0**40)}
     pools = fleet({"name": "prefill", **small}, {"name": "decode", **small}, router={"shipping": "always"})
     jobs = [job("stream", 160, 60), job("batch", 400, 5, due=0.25, tier="batch")]
-    last_step_ends = times(play(pools, jobs)[1])[0][-1]
+    last_step_ends = times(play(pools, jobs))[0][-1]
     jobs.append(job("urgent", 200, 40, due=last_step_ends - 1 / 128, tier="interactive"))
-    simulation, outcome = play(pools, jobs)
-    assert_all_ended(simulation, outcome, jobs)
+    outcome = play_out(pools, jobs)
     _, (_, _, *batch), urgent = times(outcome)  # the first two tokens are made on prefill, one in each attempt
     assert outcome.replicas[0].num_prefilled > 160 + 400 + 200, "a part of the batch was computed again"
     assert batch[0] > urgent[-1]
@@ -79,8 +74,7 @@ def test_prompt_whose_last_step_computes_one_token_is_shipped() -> None:
     router = {"shipping": "always", "policy": "round-robin"}
     pools = fleet({"name": "prefill", "replicas": 2}, {"name": "decode"}, failures=failures, router=router)
     jobs = [job("a", 256, 5)]
-    simulation, outcome = play(pools, jobs)
-    assert_all_ended(simulation, outcome, jobs)
+    outcome = play_out(pools, jobs)
     assert [replica.num_prefilled for replica in outcome.replicas] == [256, 256, 0, 0]
     assert [replica.num_decoded for replica in outcome.replicas] == [1, 0, 3, 0]
 
@@ -88,8 +82,7 @@ def test_prompt_whose_last_step_computes_one_token_is_shipped() -> None:
 def test_request_without_a_replica_fails() -> None:
     jobs = [job("a", 64, 50), job("b", 64, 5, due=3.0), job("c", 64, 5, due=6.0)]
     lonely = fleet(failures=[{"at": 0.5, "kill": "mixed/0"}, {"at": 5.0, "add": "mixed"}])
-    simulation, outcome = play(lonely, jobs)
+    outcome = play_out(lonely, jobs)
     none_is_up = "no replica is up; the model may still be loading"
     assert [sample.error for sample in outcome.samples] == [none_is_up, none_is_up, None]
     assert [replica.name for replica in outcome.replicas] == ["mixed/0", "mixed/1"]
-    assert_all_ended(simulation, outcome, jobs)

@@ -4,6 +4,7 @@ import pytest
 
 from crossdock.cluster.bench.agents import Agents, Branch, Session, Turn, agent_jobs, session_job
 from crossdock.cluster.bench.metrics import hit_rate
+from crossdock.cluster.simulate.simulation import Simulation
 from tests.cluster.simulate.small_fleets import fleet, play, profile, times
 
 SMALL = Agents(scale=0.004, turns=10.0, tool_s=0.5, person_s=4.0)
@@ -11,7 +12,7 @@ SMALL = Agents(scale=0.004, turns=10.0, tool_s=0.5, person_s=4.0)
 
 def test_follow_up_is_sent_a_pause_after_the_answer_and_finds_it_cached() -> None:
     """64 + 32 tokens and an answer of 16, the last of which is not computed: 6 of 7 pages are full."""
-    _, outcome = play(fleet(), [session_job(Session("s", "system", 64, (Turn(32, 16, 0.0), Turn(16, 1, 2.5))))])
+    outcome = play(fleet(), [session_job(Session("s", "system", 64, (Turn(32, 16, 0.0), Turn(16, 1, 2.5))))])
     first, second = outcome.samples
     assert second.sent == first.ended + 2.5
     assert second.prompt_tokens == 128
@@ -22,15 +23,14 @@ def test_follow_up_is_sent_a_pause_after_the_answer_and_finds_it_cached() -> Non
 def test_branch_is_sent_beside_the_next_turn() -> None:
     """The next turn has completed the answer's last page, which the branch finds."""
     session = Session("s", "a", 64, (Turn(32, 16, 0.0), Turn(16, 4, 1.0)), (Branch(0, (Turn(32, 4, 2.0),)),))
-    _, outcome = play(fleet(), [session_job(session)])
+    outcome = play(fleet(), [session_job(session)])
     assert [sample.sent - outcome.samples[0].ended for sample in outcome.samples[1:]] == [1.0, 2.0]
     assert [sample.cached_tokens for sample in outcome.samples] == [0, 96, 112]
 
 
 def test_no_follow_up_begins_after_the_end() -> None:
-    simulation, _ = play(fleet(), [])
     roots = agent_jobs(SMALL, 0, concurrency=3)
-    outcome = type(simulation)(fleet()).run(roots, until=40.0)
+    outcome = Simulation(fleet()).run(roots, until=40.0)
     assert 35 < max(sample.sent for sample in outcome.samples) < 40
     assert all(sample.ok for sample in outcome.samples)
 
@@ -40,6 +40,6 @@ def test_agents_with_steps_taken_one_by_one_have_the_same_times(replicas: int, r
     roots = agent_jobs(SMALL, 1, concurrency=4, per_agent=1)
     small = profile(num_pages=128, runs_ahead=runs_ahead)
     simulated = fleet({"replicas": replicas, "profile": small})
-    together, single = (play(simulated, roots, at_once=at_once)[1] for at_once in (True, False))
+    together, single = (play(simulated, roots, at_once=at_once) for at_once in (True, False))
     assert times(together) == times(single)
     assert hit_rate(together.samples) == hit_rate(single.samples) > 0.5  # type: ignore[operator]

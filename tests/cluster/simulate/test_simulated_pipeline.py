@@ -75,7 +75,7 @@ def test_stream_of_a_pipeline_is_in_time_beside_a_long_prompt(depth: int, interv
     """Chunks leave it time for all intervals of a gap, also where stages are not alike."""
     shape = {"pipeline_parallel_size": depth, "interval_share": interval_share, "chunk_policy": "adaptive"}
     jobs = [job("stream", 16, 60, tier="standard"), job("long", 1900, 1, due=0.2, tier="batch")]
-    _, outcome = play(fleet({"profile": profile(**shape)}), jobs)
+    outcome = play(fleet({"profile": profile(**shape)}), jobs)
     stream, (last,) = times(outcome)
     gaps = [after - before for before, after in pairwise(time for time in stream if time < last)]
     assert len(gaps) > 5

@@ -9,7 +9,7 @@ from crossdock.cluster.bench.agents import Agents, agent_jobs
 from crossdock.cluster.bench.metrics import hit_rate
 from crossdock.cluster.bench.workloads import Job, Segment
 from crossdock.cluster.simulate.simulation import Outcome
-from tests.cluster.simulate.small_fleets import assert_all_ended, fleet, play, profile, times
+from tests.cluster.simulate.small_fleets import fleet, play, play_out, profile, times
 
 SMALL = Agents(scale=0.004, turns=10.0, tool_s=0.5, person_s=4.0)
 RATE = 256 * 1024 * 1024.0  # bytes per second of host memory: a page takes 1/16384 s, and 1/64 s to compute
@@ -33,8 +33,7 @@ def reasons(outcome: Outcome) -> Counter[str]:
 def test_prefix_that_was_evicted_is_loaded_from_host_memory() -> None:
     """Three prefixes of 32 pages in a pool of 80: the first is evicted by the third, and loaded in 1/16384 s a page."""
     jobs = [turn(prefix, f"{number}", 4.0 * number) for number, prefix in enumerate("abca")]
-    simulation, outcome = play(fleet(with_memory(1 << 22, RATE, 80)), jobs)
-    assert_all_ended(simulation, outcome, jobs)
+    outcome = play_out(fleet(with_memory(1 << 22, RATE, 80)), jobs)
     computed, *_, loaded = outcome.samples
     assert loaded.cached_tokens == 512
     assert loaded.ttft == pytest.approx(18 / 16384 + 1 / 64 + 16 / 1024)
@@ -45,7 +44,7 @@ def test_prefix_that_was_evicted_is_loaded_from_host_memory() -> None:
 
 def test_prefix_that_is_slower_to_load_is_computed() -> None:
     jobs = [turn(prefix, f"{number}", 4.0 * number) for number, prefix in enumerate("abca")]
-    (_, outcome), (_, without) = (play(fleet(with_memory(size, 512 * 1024, 80)), jobs) for size in (1 << 22, 0))
+    outcome, without = (play(fleet(with_memory(size, 512 * 1024, 80)), jobs) for size in (1 << 22, 0))
     assert not reasons(outcome)["loaded"]
     assert times(outcome) == times(without)
 
@@ -53,8 +52,7 @@ def test_prefix_that_is_slower_to_load_is_computed() -> None:
 def test_memory_for_fewer_pages_keeps_those_used_last() -> None:
     jobs = [turn(prefix, f"{number}", 4.0 * number) for number, prefix in enumerate("abcdea")]
     hits = [
-        play(fleet(with_memory(pages * 16 * 1024, RATE, 64)), jobs)[1].samples[-1].cached_tokens
-        for pages in (0, 40, 400)
+        play(fleet(with_memory(pages * 16 * 1024, RATE, 64)), jobs).samples[-1].cached_tokens for pages in (0, 40, 400)
     ]
     assert hits[0] == hits[1] == 0
     assert hits[2] == 512
@@ -65,7 +63,7 @@ def test_agents_with_host_memory_find_more_cached_and_end_alike_step_by_step() -
     rates = []
     for num_bytes in (0, 1 << 24):
         simulated = fleet(with_memory(num_bytes, RATE, 64))
-        together, single = (play(simulated, roots, at_once=at_once)[1] for at_once in (True, False))
+        together, single = (play(simulated, roots, at_once=at_once) for at_once in (True, False))
         assert times(together) == times(single)
         rates.append(hit_rate(together.samples) or 0.0)
     assert rates[1] > rates[0] + 0.1, rates
@@ -79,10 +77,9 @@ def burst(num: int) -> list[Job]:
 def test_prefix_of_a_busy_replica_is_fetched() -> None:
     pools = {"replicas": 2, "profile": profile(bytes_per_second=64 * 1024 * 1024.0)}
     jobs = burst(12)
-    simulation, outcome = play(fleet(pools), jobs)
-    assert_all_ended(simulation, outcome, jobs)
+    outcome = play_out(fleet(pools), jobs)
     assert reasons(outcome)["fetched"] >= 1
-    _, without = play(fleet(pools, router={"shipping": "never"}), jobs)
+    without = play(fleet(pools, router={"shipping": "never"}), jobs)
     assert sum(sample.ttft for sample in outcome.samples) < sum(sample.ttft for sample in without.samples)
 
 
@@ -92,8 +89,7 @@ def test_source_has_its_pages_back_when_the_replica_that_fetches_them_dies() -> 
     jobs = burst(12)
     for milliseconds in (4014, 4035):
         failures = [{"kill": "mixed/1", "at": milliseconds / 1000}]
-        simulation, outcome = play(fleet(pools, failures=failures), jobs)
-        assert_all_ended(simulation, outcome, jobs)
+        play_out(fleet(pools, failures=failures), jobs)
 
 
 def test_death_of_a_source_ends_no_request() -> None:
@@ -101,6 +97,5 @@ def test_death_of_a_source_ends_no_request() -> None:
     jobs = burst(12)
     for milliseconds in (4001, 4035, 4300):
         failures = [{"kill": "mixed/0", "at": milliseconds / 1000}, {"kill": "mixed/1", "at": 60.0}]
-        simulation, outcome = play(fleet(pools, failures=failures), jobs)
-        assert_all_ended(simulation, outcome, jobs)
+        outcome = play_out(fleet(pools, failures=failures), jobs)
         assert all(sample.ok for sample in outcome.samples)

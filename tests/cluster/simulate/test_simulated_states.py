@@ -6,7 +6,7 @@ import pytest
 
 from crossdock.cluster.bench.workloads import Job, Segment
 from crossdock.workers.schedule.cost.cost import StepCost
-from tests.cluster.simulate.small_fleets import assert_all_ended, fleet, job, play, profile, times
+from tests.cluster.simulate.small_fleets import fleet, job, play, play_out, profile, times
 
 
 def test_third_request_with_a_system_prompt_begins_from_the_checkpoint_of_the_second() -> None:
@@ -14,8 +14,7 @@ def test_third_request_with_a_system_prompt_begins_from_the_checkpoint_of_the_se
         Job((Segment("system", 512), Segment(str(number), 64)), 2, 4.0 * number, service_tier="standard")
         for number in range(3)
     ]
-    simulation, outcome = play(fleet({"profile": profile(state_pages=20)}), jobs)
-    assert_all_ended(simulation, outcome, jobs)
+    outcome = play_out(fleet({"profile": profile(state_pages=20)}), jobs)
     first, second, third = (
         sample[0] - each.due for sample, each in zip(times(outcome), jobs, strict=True) if each.due is not None
     )
@@ -28,11 +27,9 @@ def test_states_travel_between_pools_and_return_with_a_lost_sender() -> None:
     shipping = {"profile": profile(state_pages=20)}
     pools = ({"name": "p", "role": "prefill"} | shipping, {"name": "d", "role": "decode"} | shipping)
     jobs = [job(str(number), 300, 20, 0.25 * number) for number in range(12)]
-    simulation, outcome = play(fleet(*pools), jobs)
-    assert_all_ended(simulation, outcome, jobs)
+    play_out(fleet(*pools), jobs)
     failing = fleet(*pools, failures=[{"kill": "p/0", "at": 1.0}, {"add": "p", "at": 1.5}])
-    simulation, outcome = play(failing, jobs)
-    assert_all_ended(simulation, outcome, jobs)
+    play_out(failing, jobs)
 
 
 @pytest.mark.parametrize(("probability", "least"), [(0.5, 1.3), (1.0, 4.5)])
@@ -46,7 +43,7 @@ def test_drafts_gain_less_than_without_states_and_more_than_none(probability: fl
 
     def seconds(state_pages: int, pool: dict[str, Any]) -> float:
         described = fleet({"profile": profile(cost=cost, state_pages=state_pages)} | pool)
-        [found] = times(play(described, [job("a", 16, 400)])[1])
+        [found] = times(play(described, [job("a", 16, 400)]))
         return found[-1]
 
     gain = seconds(4, {}) / seconds(4, drafting)

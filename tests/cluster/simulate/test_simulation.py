@@ -15,12 +15,12 @@ from crossdock.cluster.simulate.simulation import Simulation
 from crossdock.cluster.simulate.transfer import MAX_WRITE_BYTES, SimulatedNetwork
 from crossdock.workers.schedule.memory.prefix_index import hash_pages
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
-from tests.cluster.simulate.small_fleets import COST, assert_all_ended, fleet, job, play, profile, times
+from tests.cluster.simulate.small_fleets import COST, fleet, job, play, play_out, profile, times
 
 
 def test_one_request_takes_a_prompt_step_and_a_step_per_token() -> None:
     """A step of 100 prompt tokens, then one per token, each of one stream."""
-    _, outcome = play(fleet(), [job("a", 100, 4, due=2.0)])
+    outcome = play(fleet(), [job("a", 100, 4, due=2.0)])
     first = 2 + 1 / 64 + 100 / 1024
     assert times(outcome) == [[first, *(first + n * (1 / 64 + 1 / 1024) for n in (1, 2, 3))]]
     assert outcome.duration == outcome.samples[0].ended == outcome.samples[0].times[-1]
@@ -32,7 +32,7 @@ def test_request_that_comes_during_a_step_waits_for_its_end() -> None:
     decode = 1 / 64 + 1 / 1024
     first = 1 / 64 + 16 / 1024
     jobs = [job("a", 16, 6), job("b", 32, 2, due=first + 1.5 * decode)]
-    _, outcome = play(fleet(), jobs)
+    outcome = play(fleet(), jobs)
     both = first + 2 * decode + 1 / 64 + (1 + 32) / 1024
     a = [first, first + decode, first + 2 * decode, both, both + 1 / 64 + 2 / 1024]
     assert times(outcome)[0] == [*a, a[-1] + decode]
@@ -45,7 +45,7 @@ def test_request_that_comes_during_a_step_waits_for_the_next_one_too_where_steps
     first = 1 / 64 + 16 / 1024
     jobs = [job("a", 16, 6), job("b", 32, 2, due=first + 1.5 * decode)]
     for at_once in (True, False):
-        _, outcome = play(fleet({"profile": profile(runs_ahead=True)}), jobs, at_once=at_once)
+        outcome = play(fleet({"profile": profile(runs_ahead=True)}), jobs, at_once=at_once)
         both = first + 3 * decode + 1 / 64 + (1 + 32) / 1024
         ends = [first + number * decode for number in range(4)]
         assert times(outcome) == [[*ends, both, both + 1 / 64 + 2 / 1024], [both, both + 1 / 64 + 2 / 1024]]
@@ -56,8 +56,7 @@ def test_first_token_beside_streams_comes_when_the_router_predicts_it(runs_ahead
     """On average over where in a step the prompts come; a prompt that waits for one step more takes a third longer."""
     streams = [job(f"s{number}", 16, 900) for number in range(8)]
     prompts = [job(f"p{number}", 48, 1, due=1 + 0.313 * number) for number in range(40)]
-    simulation, _ = play(fleet({"profile": profile(runs_ahead=runs_ahead)}), [])
-    placed = type(simulation)(simulation.fleet).run([*streams, *prompts]).placed[len(streams) :]
+    placed = play(fleet({"profile": profile(runs_ahead=runs_ahead)}), [*streams, *prompts]).placed[len(streams) :]
     predicted, found = (sum(each) for each in zip(*((p.predicted_ttft, p.ttft) for p in placed), strict=True))
     assert predicted == pytest.approx(found, rel=0.05)
 
@@ -68,12 +67,12 @@ def test_router_knows_a_prompt_of_another_router_before_the_step_that_computes_i
     ahead = {"replicas": 2, "profile": profile(runs_ahead=True)}
     steps = [job("first", 16, 1), job("second", 16, 1)]
     jobs = [job("a", 128, 1, due=1), job("b", 256, 1, due=1 + 1 / 64), job("c", 16, 1, due=1 + 2 / 64)]
-    _, outcome = play(fleet(ahead, routers=2), [*steps, *jobs])
+    outcome = play(fleet(ahead, routers=2), [*steps, *jobs])
     assert times(outcome)[2:] == [[1 + 9 / 64], [1 + 18 / 64], [1 + 11 / 64]]
 
 
 def test_long_prompt_is_computed_in_chunks_of_the_budget() -> None:
-    _, outcome = play(fleet(), [job("a", 600, 1)])
+    outcome = play(fleet(), [job("a", 600, 1)])
     assert times(outcome) == [[3 / 64 + 600 / 1024]]  # 256 + 256 + 88
     assert outcome.replicas[0].num_steps == 3
     assert outcome.replicas[0].num_prefilled == 600
@@ -85,8 +84,7 @@ def test_pool_carries_more_streams_where_windows_give_pages_back() -> None:
     ended = []
     for pages in ({"num_pages": 256}, {"num_pages": 1024, "windows": (None, 64, 64, 64)}):
         pools = [{"replicas": 2, "profile": profile(max_model_len=1024, **pages)}]
-        simulation, outcome = play(fleet(*pools), jobs)
-        assert_all_ended(simulation, outcome, jobs)
+        outcome = play_out(fleet(*pools), jobs)
         ended.append(max(sample.ended for sample in outcome.samples))
     assert ended[1] < ended[0]
 
@@ -94,18 +92,18 @@ def test_pool_carries_more_streams_where_windows_give_pages_back() -> None:
 def test_shared_prefix_is_computed_once() -> None:
     prefix = Segment("prefix", 64)
     jobs = [Job((prefix, Segment(name, 16)), 1, due) for name, due in (("a", 0.0), ("b", 1.0))]
-    _, outcome = play(fleet(), jobs)
+    outcome = play(fleet(), jobs)
     assert outcome.samples[0].ttft == 1 / 64 + 80 / 1024
     assert outcome.samples[1].ttft == 1 / 64 + 16 / 1024
     off = fleet({"enable_prefix_caching": False})
-    assert play(off, jobs)[1].samples[1].ttft == 1 / 64 + 80 / 1024
+    assert play(off, jobs).samples[1].ttft == 1 / 64 + 80 / 1024
 
 
 def test_chunks_of_a_shipped_prompt_travel_while_the_next_is_computed() -> None:
     """A page takes 1/64 s to travel, 16 pages 1/4 s; a step of 256 tokens 17/64 s. The second chunk's pages leave when
     it is done: the link is free again by then. The token after the first needs all of them."""
     pools = {"name": "prefill"}, {"name": "decode"}
-    _, outcome = play(fleet(*pools, router={"shipping": "always"}), [job("a", 512, 3)])
+    outcome = play(fleet(*pools, router={"shipping": "always"}), [job("a", 512, 3)])
     chunk = 17 / 64
     arrived = 2 * chunk + 1 / 4
     decode = 1 / 64 + 1 / 1024
@@ -113,7 +111,7 @@ def test_chunks_of_a_shipped_prompt_travel_while_the_next_is_computed() -> None:
     prefill, receiver = outcome.replicas
     assert (prefill.num_prefilled, receiver.num_prefilled, receiver.num_decoded) == (512, 0, 2)
     slow = tuple({**pool, "profile": profile(bytes_per_second=512 * 1024.0)} for pool in pools)
-    _, outcome = play(fleet(*slow, router={"shipping": "always"}), [job("a", 512, 3)])
+    outcome = play(fleet(*slow, router={"shipping": "always"}), [job("a", 512, 3)])
     assert times(outcome)[0][1] == pytest.approx(chunk + 2 * 1 / 2 + decode), "the second waits for the first"
 
 
@@ -121,7 +119,7 @@ def test_pages_of_a_short_prompt_wait_for_one_write_of_a_long_one() -> None:
     """A page is a write and takes a second. The second write of the long prompt ends at 17/64 + 2 s."""
     large = profile(page_bytes=MAX_WRITE_BYTES, bytes_per_second=float(MAX_WRITE_BYTES))
     pools = [{"name": name, "profile": large} for name in ("prefill", "decode")]
-    _, outcome = play(fleet(*pools, router={"shipping": "always"}), [job("a", 512, 2), job("b", 16, 2, due=2.0)])
+    outcome = play(fleet(*pools, router={"shipping": "always"}), [job("a", 512, 2), job("b", 16, 2, due=2.0)])
     decode = 1 / 64 + 1 / 1024
     assert times(outcome) == [[2 * 17 / 64, 17 / 64 + 33 + decode], [2 + 2 / 64, 17 / 64 + 3 + decode]]
 
@@ -137,22 +135,20 @@ def test_link_sends_to_an_idle_replica_while_the_link_of_another_is_busy() -> No
 def test_pages_that_a_window_has_passed_do_not_travel() -> None:
     """The group with a window of 64 tokens ships the last four of its 32 pages, with the second chunk."""
     pools = tuple({"name": name, "profile": profile(windows=(None, 64))} for name in ("prefill", "decode"))
-    simulation, outcome = play(fleet(*pools, router={"shipping": "always"}), [job("a", 512, 2)])
+    outcome = play_out(fleet(*pools, router={"shipping": "always"}), [job("a", 512, 2)])
     assert times(outcome) == [[2 * 17 / 64, 2 * 17 / 64 + (16 + 4) / 64 + 1 / 64 + 1 / 1024]]
-    assert_all_ended(simulation, outcome, [job("a", 512, 2)])
 
 
 def test_output_of_one_token_is_not_shipped() -> None:
     pools = {"name": "prefill"}, {"name": "decode"}
     jobs = [job("a", 512, 1), job("b", 512, 1, due=0.1)]
-    simulation, outcome = play(fleet(*pools, router={"shipping": "always"}), jobs)
-    assert_all_ended(simulation, outcome, jobs)
+    outcome = play_out(fleet(*pools, router={"shipping": "always"}), jobs)
     assert outcome.replicas[1].num_steps == 0
 
 
 def test_latency_delays_the_first_token_and_no_gap() -> None:
-    _, near = play(fleet(), [job("a", 64, 3)])
-    _, far = play(fleet(latency_s=0.25), [job("a", 64, 3)])
+    near = play(fleet(), [job("a", 64, 3)])
+    far = play(fleet(latency_s=0.25), [job("a", 64, 3)])
     assert times(far) == [[time + 0.25 for time in times(near)[0]]]
 
 
@@ -160,9 +156,9 @@ def test_router_by_seconds_sends_siblings_to_the_replica_with_their_prefix() -> 
     """Siblings of one prefix, half a second apart: routed by seconds they go where it is."""
     prefix = Segment("prefix", 480)
     jobs = [Job((prefix, Segment(f"{n}", 16)), 1, n / 2) for n in range(8)]
-    _, outcome = play(fleet({"replicas": 4}), jobs)
+    outcome = play(fleet({"replicas": 4}), jobs)
     assert sum(replica.num_prefilled for replica in outcome.replicas) == 480 + 8 * 16
-    _, apart = play(fleet({"replicas": 4}, router={"policy": "round-robin"}), jobs)
+    apart = play(fleet({"replicas": 4}, router={"policy": "round-robin"}), jobs)
     assert sum(replica.num_prefilled for replica in apart.replicas) == 4 * 480 + 8 * 16
 
 
@@ -172,7 +168,7 @@ def test_slow_replica_gets_only_requests_that_it_can_serve_in_time() -> None:
     jobs = [job(f"{n}", 64, 8, n / 10) for n in range(40)]
     counts = {}
     for policy in ("seconds", "round-robin"):
-        _, outcome = play(fleet(*pools, router={"policy": policy}), jobs)
+        outcome = play(fleet(*pools, router={"policy": policy}), jobs)
         counts[policy] = {replica.name: replica.num_prefilled // 64 for replica in outcome.replicas}
     assert counts["round-robin"] == {"fast/0": 20, "slow/0": 20}
     assert counts["seconds"]["slow/0"] < 8
@@ -183,10 +179,10 @@ def test_picture_takes_its_rows_and_the_seconds_of_the_encoder_once() -> None:
     pictured = {"profile": profile(encoder_cost=EncoderCost(base=1 / 8, per_row=1 / 256), encoder_rows=100)}
     picture = DrawnPicture("cat", 112)
     jobs = [Job((Segment(name, 32),), 1, due, pictures=(picture,)) for name, due in (("a", 0.0), ("b", 2.0))]
-    _, outcome = play(fleet({"enable_prefix_caching": False, **pictured}), jobs)
+    outcome = play(fleet({"enable_prefix_caching": False, **pictured}), jobs)
     prompt = 1 / 64 + (16 + 32) / 1024
     assert times(outcome) == [[prompt + 1 / 8 + 16 / 256], [2 + prompt]]
-    _, outcome = play(fleet(pictured), jobs)
+    outcome = play(fleet(pictured), jobs)
     assert times(outcome) == [[prompt + 1 / 8 + 16 / 256], [2 + prompt - 16 / 1024]]  # the picture's page is found
     assert [(sample.prompt_tokens, sample.cached_tokens) for sample in outcome.samples] == [(48, 0), (48, 16)]
 
@@ -209,8 +205,7 @@ def test_mooncake_trace_shares_its_blocks(tmp_path: Path) -> None:
     path = tmp_path / "mooncake.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     jobs = read_trace(path)
-    simulation, outcome = play(fleet(), jobs)
-    assert_all_ended(simulation, outcome, jobs)
+    outcome = play_out(fleet(), jobs)
     assert outcome.replicas[0].num_prefilled == 1100 + 1300 - 1024
 
 
@@ -229,12 +224,11 @@ def test_late_request_is_refused_where_the_job_names_a_class_and_waits_where_non
     """Ten prompts of 2 s each come at once; the class promises the first token within 10 s."""
     refusing = fleet({"profile": profile(admission="reject")})
     named = [job(f"{n}", 2000, 2) for n in range(10)]
-    _, outcome = play(refusing, named)
+    outcome = play(refusing, named)
     refused = [sample.refused for sample in outcome.samples]
     assert any(refused)
     assert not all(refused)
     unnamed = [replace(each, service_tier=None) for each in named]
-    simulation, outcome = play(refusing, unnamed)
-    assert_all_ended(simulation, outcome, unnamed)
+    outcome = play_out(refusing, unnamed)
     assert {sample.error for sample in outcome.samples} == {None}
     assert max(sample.ttft for sample in outcome.samples) > 10

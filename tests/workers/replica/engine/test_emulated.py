@@ -68,7 +68,7 @@ def test_token_times_of_emulated_engine_equal_those_of_simulator(folder: Path, i
     engine = emulated_engine(profile(), config, folder, clock=clock, sleep=clock.sleep)
     lengths = {"a": (700, 20), "bb": (40, 30), "ccc": (300, 9)}
     _, found = run(engine, *(greedy(name, *each) for name, each in lengths.items()))
-    _, outcome = play(
+    outcome = play(
         fleet({"profile": profile(runs_ahead=is_ahead)}), [job(name, *each) for name, each in lengths.items()]
     )
     assert list(found.values()) == [pytest.approx(each) for each in times(outcome)]
