@@ -4,9 +4,9 @@ import subprocess
 import sys
 
 import pytest
-from typer.testing import CliRunner
 
-from crossdock.cluster.cli import SUBCOMMANDS, app
+from crossdock.cluster.cli import SUBCOMMANDS
+from tests.cluster.watch.terminal import run
 
 _PRINT = """
 import sys
@@ -29,7 +29,7 @@ _ANY = (*_HEAVY, "numpy", "yaml", "httpx", "asyncio", "crossdock.cluster.config"
 
 def shown(*args: str) -> str:
     """Return the output of a command, in one line."""
-    result = CliRunner().invoke(app, list(args), env={"COLUMNS": "200"})
+    result = run(*args, COLUMNS="200")
     assert result.exit_code == 0, result.output
     return " ".join(result.stdout.split())
 
@@ -51,7 +51,7 @@ def test_summary_in_the_list_is_the_first_line_of_the_subcommands_own_help(name:
 
 
 def test_unknown_subcommand_is_refused_with_a_suggestion() -> None:
-    result = CliRunner().invoke(app, ["serv"])
+    result = run("serv")
     assert result.exit_code == 2
     assert "serve" in result.output
 
@@ -74,5 +74,5 @@ def test_short_flag_for_help_shows_it(args: list[str]) -> None:
 
 @pytest.mark.parametrize("word", ["version", "--version"])
 def test_version_prints_each_package_of_a_bug_report(word: str) -> None:
-    result = CliRunner().invoke(app, [word])
+    result = run(word)
     assert [line.split()[0] for line in result.stdout.splitlines()] == ["crossdock", "ray", "torch", "transformers"]

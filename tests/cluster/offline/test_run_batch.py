@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from crossdock.cluster.cli import app
 from crossdock.cluster.offline import batch_files
+from tests.cluster.watch import terminal
 
 CHATS = "/v1/chat/completions"
 
@@ -24,7 +23,7 @@ def run(tmp_path: Path, content: str, *flags: str) -> tuple[int, str, dict[str, 
     """Return the status, the output and the records by custom id."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text(content)
-    found = CliRunner().invoke(app, ["run-batch", "-i", str(source), "-o", str(target), *flags])
+    found = terminal.run("run-batch", "-i", str(source), "-o", str(target), *flags)
     records = [json.loads(each) for each in target.read_text().splitlines()] if target.exists() else []
     assert {path.name for path in tmp_path.iterdir()} <= {"in.jsonl", "out.jsonl"} or found.exit_code
     return found.exit_code, found.output, {each["custom_id"]: each["response"] for each in records}

@@ -8,12 +8,11 @@ from typing import Any
 
 import pytest
 from transformers import CONFIG_MAPPING
-from typer.testing import CliRunner
 
-from crossdock.cluster import cli
 from crossdock.cluster.serve import lifetime
 from crossdock.cluster.serve.checkpoint_check import check_checkpoint, describe_weights
 from tests.cluster.ports import free_port
+from tests.cluster.watch.terminal import run
 
 
 def folder_of(path: Path, config: Any) -> Path:
@@ -39,7 +38,7 @@ def test_checkpoint_that_lacks_something_is_refused_before_ray_starts(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: Any, reason: str
 ) -> None:
     monkeypatch.setattr(lifetime, "serve_forever", lambda *_: pytest.fail("Ray would have started"))
-    result = CliRunner().invoke(cli.app, ["serve", str(folder_of(tmp_path, config)), "--port", str(free_port())])
+    result = run("serve", str(folder_of(tmp_path, config)), "--port", str(free_port()))
     assert result.exit_code == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith("error: ")
@@ -86,8 +85,7 @@ def test_checkpoint_of_a_pool_is_checked_and_printed_before_ray_starts(
         folder_of(tmp_path / name, {"model_type": "llama", "vocab_size": 32, "rope_theta": 1e4} | config)
         (tmp_path / name / "vocab.json").touch()
     pools = ["--pools", "large=1,small=1", "--set", f"pools.small.checkpoint={tmp_path / 'fp8'}"]
-    arguments = ["serve", str(tmp_path / "plain"), *pools, "--port", str(free_port())]
-    result = CliRunner().invoke(cli.app, arguments)
+    result = run("serve", str(tmp_path / "plain"), *pools, "--port", str(free_port()))
     assert bool(started) == (not reason)
     if reason:
         assert (result.exit_code, bool(re.search(reason, result.stderr))) == (2, True), result.stderr

@@ -4,28 +4,22 @@ import json
 import re
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import yaml
 from rich.console import Console
-from typer.testing import CliRunner
 
-from crossdock.cluster import cli
 from crossdock.cluster.bench import progress
 from crossdock.cluster.simulate.report import comparison
 from crossdock.cluster.simulate.study import Score
-
-
-def run(*arguments: str) -> Any:
-    return CliRunner().invoke(cli.app, ["simulate", *arguments])
+from tests.cluster.watch.terminal import run
 
 
 def test_command_shows_and_writes_the_same_each_time(tmp_path: Path) -> None:
     written = []
     for name in ("one.json", "two.json"):
         arguments = ("--pools", "mixed=2xh100-8b,decode=1xl4-8b", "--request-rate", "20", "--duration", "5", "--json")
-        result = run(*arguments, str(tmp_path / name), "--kill", "mixed/1@3")
+        result = run("simulate", *arguments, str(tmp_path / name), "--kill", "mixed/1@3")
         assert result.exit_code == 0, result.output
         written.append((tmp_path / name).read_text())
     assert written[0] == written[1]
@@ -43,7 +37,7 @@ def test_command_plays_a_trace_and_computes_the_cost(tmp_path: Path) -> None:
     pools = [{"name": "mixed", "profile": "h100-8b", "price": 36.0}]
     (tmp_path / "fleet.yaml").write_text(yaml.safe_dump({"pools": pools}))
     files = ("--trace", str(tmp_path / "azure.csv"), "--json", str(tmp_path / "out.json"))
-    result = run(str(tmp_path / "fleet.yaml"), *files, "--service-tier", "interactive")
+    result = run("simulate", str(tmp_path / "fleet.yaml"), *files, "--service-tier", "interactive")
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["requests"] == 10
@@ -55,16 +49,16 @@ def test_command_plays_a_trace_and_computes_the_cost(tmp_path: Path) -> None:
 def test_command_compares_policies_shipping_and_ratios(tmp_path: Path) -> None:
     path = tmp_path / "scores.json"
     load = ("--request-rate", "10", "--duration", "3", "--json", str(path))
-    result = run("--pools", "mixed=2xh100-8b", "--policy", "seconds,round-robin", "--seeds", "2", *load)
+    result = run("simulate", "--pools", "mixed=2xh100-8b", "--policy", "seconds,round-robin", "--seeds", "2", *load)
     assert result.exit_code == 0, result.output
     found = json.loads(path.read_text())
     assert found["seeds"] == [0, 1]
     assert {name: len(runs) for name, runs in found["scores"].items()} == {"seconds": 2, "round-robin": 2}
     assert "±" in result.output
-    result = run("--pools", "prefill=1xh100-8b,decode=1xh100-8b", "--shipping", "always,never", *load)
+    result = run("simulate", "--pools", "prefill=1xh100-8b,decode=1xh100-8b", "--shipping", "always,never", *load)
     assert result.exit_code == 0, result.output
     assert set(json.loads(path.read_text())["scores"]) == {"always", "never"}
-    result = run("--pools", "mixed=3xh100-8b", "--sweep", *load)
+    result = run("simulate", "--pools", "mixed=3xh100-8b", "--sweep", *load)
     assert result.exit_code == 0, result.output
     assert set(json.loads(path.read_text())["scores"]) == {"mixed 3", "prefill 1 : decode 2", "prefill 2 : decode 1"}
 
@@ -83,7 +77,7 @@ def test_command_compares_policies_shipping_and_ratios(tmp_path: Path) -> None:
     ],
 )
 def test_command_with_invalid_options_exits_with_the_reason(arguments: tuple[str, ...], message: str) -> None:
-    result = run(*arguments)
+    result = run("simulate", *arguments)
     assert result.exit_code == 2
     assert message in " ".join(result.output.split())
 
@@ -104,6 +98,6 @@ def test_log_of_a_long_simulation_has_its_progress(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(progress, "LINE_S", 0.001)
     monkeypatch.setattr(progress, "time", SimpleNamespace(monotonic=lambda: 5.0))  # however long it takes here
     load = ("--pools", "mixed=2xh100-8b", "--request-rate", "20", "--duration", "5")
-    assert re.search(r"^Simulating: \d+ requests, 0 s$", run(*load).stderr, re.MULTILINE)
-    compared = run(*load, "--policy", "seconds,round-robin", "--seeds", "3")
+    assert re.search(r"^Simulating: \d+ requests, 0 s$", run("simulate", *load).stderr, re.MULTILINE)
+    compared = run("simulate", *load, "--policy", "seconds,round-robin", "--seeds", "3")
     assert re.search(r"^Comparing: \d of 6 simulations, \d s$", compared.stderr, re.MULTILINE)

@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 from rich.table import Table
-from typer.testing import CliRunner
 
-from crossdock.cluster import cli
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import load
 from crossdock.cluster.simulate.fleet import load_fleet, read_profile
@@ -27,6 +25,7 @@ from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.pacing.chunking import SLACK_SHARE
 from crossdock.workers.schedule.slo import DEFAULT_CLASSES
+from tests.cluster.watch.terminal import run
 from tests.workers.architectures import build
 from tests.workers.ranks import saved
 
@@ -305,10 +304,6 @@ def test_sentences_name_the_target_and_the_dropped_cells(tpot_s: float) -> None:
 # --- the command
 
 
-def run(*args: str) -> Any:
-    return CliRunner().invoke(cli.app, ["tune", *args], env={"COLUMNS": "160"})
-
-
 @pytest.mark.parametrize(
     ("args", "complaint"),
     [
@@ -323,7 +318,7 @@ def run(*args: str) -> Any:
     ],
 )
 def test_wrong_flag_is_reported_before_the_model_is_loaded(args: list[str], complaint: str) -> None:
-    result = run(*args)
+    result = run("tune", *args)
     assert result.exit_code == 2
     assert complaint in result.stderr
 
@@ -333,7 +328,7 @@ def test_interrupted_command_writes_no_file(monkeypatch: pytest.MonkeyPatch, tmp
         raise KeyboardInterrupt
 
     monkeypatch.setattr("crossdock.workers.replica.engine.engine_loader.load_engine", interrupted)
-    result = run("--output", str(tmp_path / "tune.yaml"))
+    result = run("tune", "--output", str(tmp_path / "tune.yaml"))
     assert result.exit_code == 130
     assert not list(tmp_path.iterdir())
 
@@ -364,7 +359,7 @@ def test_interrupted_measurement_shows_what_was_measured(
     monkeypatch.setattr(sweep, "measure_step", interrupted)
     output = tmp_path / "tune.yaml"
     result = run(
-        *("--config", str(small_cluster), "--tpot", "30"),
+        *("tune", "--config", str(small_cluster), "--tpot", "30"),
         *("--chunks", "16,32", "--decodes", "1,2", "--contexts", "32", "--output", str(output)),
     )
     assert result.exit_code == 130
@@ -384,7 +379,7 @@ def test_command_writes_its_files(model: str, small_cluster: Path, model_dir: Pa
     if model == "embedded":
         small_cluster.write_text("engine: {max_num_seqs: 8, kv_cache_memory: 200MiB}\n")
     result = run(
-        *("--config", str(small_cluster), "--tpot", "30", "--streams", "2", "--repeats", "1"),
+        *("tune", "--config", str(small_cluster), "--tpot", "30", "--streams", "2", "--repeats", "1"),
         *("--chunks", "16,32", "--decodes", "1,2", "--contexts", "32,1000000"),
         *("--output", str(files["yaml"]), "--json", str(files["json"])),
     )
@@ -414,7 +409,7 @@ def test_pool_that_cannot_be_tuned_is_refused(tmp_path: Path, pools: str, args: 
     file = tmp_path / "cluster.yaml"
     named = ", ".join(f"{{name: {name}}}" for name in pools.split(", "))
     file.write_text(f"model: {{path: org/pictures}}\npools: [{named}]\n")
-    result = run("--config", str(file), *args)
+    result = run("tune", "--config", str(file), *args)
     assert result.exit_code == 2
     assert complaint in result.stderr
 
@@ -429,7 +424,7 @@ def test_command_measures_the_ranks_of_the_pool_it_recommends_for(tmp_path: Path
         "pools: [{name: prefill}, {name: decode, pipeline_parallel_size: 2}]\n"
     )
     result = run(
-        *("--config", str(tmp_path / "cluster.yaml"), "--pool", "decode", "--tpot", "30", "--repeats", "1"),
+        *("tune", "--config", str(tmp_path / "cluster.yaml"), "--pool", "decode", "--tpot", "30", "--repeats", "1"),
         *("--chunks", "16,32", "--decodes", "1,2", "--contexts", "32"),
         *("--output", str(files["yaml"]), "--json", str(files["json"]), "--profile", str(files["profile.json"])),
     )

@@ -1,4 +1,4 @@
-"""The `crossdock` command in a process of its own: at a terminal (keys in, screen out), or as a background job."""
+"""The `crossdock` command: in this process, at a terminal of its own (keys in, screen out), or as a background job."""
 
 import fcntl
 import os
@@ -14,7 +14,16 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from typer.testing import CliRunner
+
+from crossdock.cluster import cli
+
 COMMAND = Path(sys.executable).with_name("crossdock")
+
+
+def run(*args: str, **environment: str) -> Any:
+    """Run a command in this process. Return its exit code and its output."""
+    return CliRunner().invoke(cli.app, list(args), env={"COLUMNS": "160", **environment})
 
 
 class Pty:

@@ -11,16 +11,10 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from crossdock.cluster import cli
 from crossdock.cluster.watch.chat import ChatError, Conversation, connect, first_model
 from tests.cluster.ports import free_port
-from tests.cluster.watch.terminal import COMMAND, Pty, background_job
-
-
-def run(*args: str) -> Any:
-    return CliRunner().invoke(cli.app, list(args), env={"COLUMNS": "160"})
+from tests.cluster.watch.terminal import COMMAND, Pty, background_job, run
 
 
 @dataclass

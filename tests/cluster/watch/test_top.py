@@ -12,14 +12,11 @@ import httpx
 import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from rich.console import Console
-from typer.testing import CliRunner
 
-from crossdock.cluster import cli
 from crossdock.cluster.dispatch.ingress_metrics import merge_metrics
 from crossdock.cluster.watch import scrape
 from crossdock.cluster.watch.top import Readings
-
-from .terminal import Pty
+from tests.cluster.watch.terminal import Pty, run
 
 REPLICA = "mixed#7"
 
@@ -315,14 +312,10 @@ def server() -> Iterator[tuple[Deployment, str]]:
         thread.join()
 
 
-def run(*args: str) -> Any:
-    return CliRunner().invoke(cli.app, ["top", *args], env={"COLUMNS": "140"})
-
-
 def test_top_once_prints_one_frame(server: tuple[Deployment, str]) -> None:
     deployment, url = server
     deployment.in_flight = [flight("book", "batch", "prefilling", 10, 9000)]
-    result = run(f"{url}/v1", "--once", "--interval", "0.1")
+    result = run("top", f"{url}/v1", "--once", "--interval", "0.1")
     assert result.exit_code == 0, result.output
     assert REPLICA in result.stdout
     assert "9,000" in result.stdout
@@ -331,7 +324,7 @@ def test_top_once_prints_one_frame(server: tuple[Deployment, str]) -> None:
 
 @pytest.mark.parametrize("address", [["http://127.0.0.1:9"], ["127.0.0.1:9/v1/"], ["--url", "http://127.0.0.1:9"]])
 def test_top_once_without_a_server_exits_with_1(address: list[str]) -> None:
-    result = run(*address, "--once", "--interval", "0.1")
+    result = run("top", *address, "--once", "--interval", "0.1")
     assert (result.exit_code, result.stdout) == (1, "")
     assert result.stderr.startswith("top: cannot read http://127.0.0.1:9: ")
 

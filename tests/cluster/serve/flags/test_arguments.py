@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from crossdock.cluster.serve.arguments import translated
-from tests.cluster.serve.flags.test_flags import printed_config, run
+from tests.cluster.serve.flags.test_flags import printed_config
+from tests.cluster.watch.terminal import run
 
 ARITY = {
     "--size": True,

@@ -19,21 +19,15 @@ import pytest
 from ray import serve
 from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
-from typer.testing import CliRunner
 
-from crossdock.cluster import cli
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.serve import lifetime
 from crossdock.cluster.serve.ingress import Ingress
 from tests.cluster.ports import free_port
-from tests.cluster.watch.terminal import COMMAND, background_job
+from tests.cluster.watch.terminal import COMMAND, background_job, run
 from tests.waiting import eventually
 
 FORKING = "own_ray.forked_replicas"  # on the command line of the process that replicas are forked from
-
-
-def run(*args: str) -> Any:
-    return CliRunner().invoke(cli.app, list(args), env={"COLUMNS": "160"})
 
 
 @dataclass

@@ -1,18 +1,12 @@
 """The flags of `crossdock serve` and `crossdock config`, by the configuration that they print."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
-from typer.testing import CliRunner
 
-from crossdock.cluster import cli
 from crossdock.cluster.config import ClusterConfig
-
-
-def run(*args: str, **environment: str) -> Any:
-    return CliRunner().invoke(cli.app, list(args), env={"COLUMNS": "160", **environment})
+from tests.cluster.watch.terminal import run
 
 
 def printed_config(*args: str, **environment: str) -> ClusterConfig:

@@ -9,7 +9,8 @@ import pytest
 
 from crossdock.cluster import cli
 from crossdock.cluster.serve.other_flags import answer, table, unread_variables
-from tests.cluster.serve.flags.test_flags import printed_config, run
+from tests.cluster.serve.flags.test_flags import printed_config
+from tests.cluster.watch.terminal import run
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[3] / "docs" / "migrating.md"
