@@ -1,15 +1,15 @@
 """`crossdock run-batch`: the answers are those of the class, and wrong files end the command with their line."""
 
 import json
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from crossdock.cluster.offline import batch_files
+from tests.cluster.ports import server_of
 from tests.cluster.watch import terminal
 
 CHATS = "/v1/chat/completions"
@@ -72,12 +72,8 @@ class Busy(BaseHTTPRequestHandler):
 @pytest.fixture
 def busy() -> Iterator[str]:
     Busy.seen = set()
-    with ThreadingHTTPServer(("127.0.0.1", 0), Busy) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        yield f"http://127.0.0.1:{server.server_port}/v1"
-        server.shutdown()
-        thread.join(60)
+    with server_of(Busy) as url:
+        yield f"{url}/v1"
 
 
 def test_busy_server_is_asked_again_for_each_line(tmp_path: Path, busy: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,13 +7,13 @@ import subprocess
 import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import pytest
 
 from crossdock.cluster.watch.chat import ChatError, Conversation, connect, first_model
-from tests.cluster.ports import free_port
+from tests.cluster.ports import free_port, server_of
 from tests.cluster.watch.terminal import COMMAND, Pty, background_job, run
 
 
@@ -67,13 +67,8 @@ def script() -> Iterator[Script]:
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        script.url = f"http://127.0.0.1:{server.server_port}"
-        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
+    with server_of(Handler) as script.url:
         yield script
-        server.shutdown()
-        thread.join()
 
 
 @pytest.fixture

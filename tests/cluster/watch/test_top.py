@@ -3,9 +3,8 @@
 import json
 import signal
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from typing import Any
 
 import httpx
@@ -16,6 +15,7 @@ from rich.console import Console
 from crossdock.cluster.dispatch.ingress_metrics import merge_metrics
 from crossdock.cluster.watch import scrape
 from crossdock.cluster.watch.top import Readings
+from tests.cluster.ports import server_of
 from tests.cluster.watch.terminal import Pty, run
 
 REPLICA = "mixed#7"
@@ -304,12 +304,8 @@ def server() -> Iterator[tuple[Deployment, str]]:
         def log_message(self, *_: object) -> None:
             pass
 
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.serve_forever, kwargs={"poll_interval": 0.02})
-        thread.start()
-        yield deployment, f"http://127.0.0.1:{http.server_port}"
-        http.shutdown()
-        thread.join()
+    with server_of(Handler) as url:
+        yield deployment, url
 
 
 def test_top_once_prints_one_frame(server: tuple[Deployment, str]) -> None:

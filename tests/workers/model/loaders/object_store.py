@@ -1,12 +1,13 @@
 """A bucket of a local HTTP server that speaks as much S3 as a model's loader needs: lists, and reads of byte ranges."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import parse_qs, urlsplit
 from xml.sax.saxutils import escape
+
+from tests.cluster.ports import server_of
 
 
 @contextmanager
@@ -52,15 +53,8 @@ def bucket_of(folder: Path) -> Iterator[tuple[str, list[tuple[str, int]]]]:
         def log_message(self, format: str, *args: object) -> None:
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Bucket)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", sent
-    finally:
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with server_of(Bucket) as url:
+        yield url, sent
 
 
 def _listing(folder: Path, query: dict[str, list[str]]) -> bytes:
