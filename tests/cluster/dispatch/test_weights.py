@@ -147,33 +147,15 @@ def test_real_deployment_updates_from_a_folder_and_from_ray(
 ) -> None:
     import httpx
     import torch
-    from ray import serve
-    from ray.serve.config import HTTPOptions
     from transformers import AutoModelForCausalLM
 
-    from crossdock.cluster.config_file import load
-    from crossdock.cluster.serve.app import APP_NAME, build
-    from crossdock.cluster.serve.lifetime import is_connected
     from crossdock.cluster.serve.rollouts import push_weights
     from crossdock.workers.model.checksums import checksum
-    from tests.cluster.ports import free_port
+    from tests.cluster.serve.pools.served_pools import behind_proxies
     from tests.waiting import eventually
 
-    port = free_port()
-    settings = {
-        "model.path": str(small_model_dir),
-        "model.served_name": "smol",
-        "model.dtype": "float32",
-        "http.port": port,
-        "http.replicas": 2,
-        "http.rollouts": True,
-        "http.weights_folder": str(tmp_path),
-    }
-    serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
-    serve.run(build(load(None, settings)), name=APP_NAME)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        eventually(lambda: is_connected(2), "an ingress has no replica", 180)
+    settings = {"http.rollouts": True, "http.weights_folder": str(tmp_path)}
+    with behind_proxies(small_model_dir, settings) as url:
         module = AutoModelForCausalLM.from_pretrained(small_model_dir, dtype=torch.float32)
         old = generated(module, [PROMPT], 8)[0]
         before = {name: tensor.clone() for name, tensor in module.named_parameters()}
@@ -230,5 +212,3 @@ def test_real_deployment_updates_from_a_folder_and_from_ray(
         assert httpx.get(f"{url}/get_world_size").json() == {"world_size": 1}
         assert httpx.post(f"{url}/resume", timeout=60).json() == {"status": "resumed"}
         assert answer()[0] == old
-    finally:
-        serve.shutdown()

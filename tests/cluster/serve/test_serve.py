@@ -15,43 +15,24 @@ import openai
 import psutil
 import pytest
 import torch
-from ray import serve
-from ray.serve.config import HTTPOptions
 from transformers import AutoModelForCausalLM
 
 from crossdock import LLM, SamplingParams
-from crossdock.cluster.config_file import load
-from crossdock.cluster.serve.app import APP_NAME, build
-from crossdock.cluster.serve.lifetime import is_connected
-from tests.cluster.ports import free_port
-from tests.cluster.serve.pools.served_pools import scrape
+from tests.cluster.serve.pools.served_pools import behind_proxies, scrape
 from tests.waiting import eventually
 
 
 @pytest.fixture(scope="module")
 def url(ray_cluster: None, small_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    port = free_port()
-    config = load(
-        None,
-        {
-            "model.path": str(small_model_dir),
-            "model.served_name": "smol",
-            "model.dtype": "float32",
-            "http.port": port,
-            "http.replicas": 2,
-            "http.batch_folder": str(tmp_path_factory.mktemp("batches")),
-            "http.metrics_hold_s": 0,
-            "engine.kv_cache_memory": "150MiB",
-            "engine.max_num_batched_tokens": 256,
-            "engine.max_num_seqs": 16,
-        },
-    )
-    serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
-    serve.run(build(config), name=APP_NAME)
-    address = f"http://127.0.0.1:{port}"
-    eventually(lambda: is_connected(2), "an ingress has no replica", 180)
-    yield address
-    serve.shutdown()
+    settings = {
+        "http.batch_folder": str(tmp_path_factory.mktemp("batches")),
+        "http.metrics_hold_s": 0,
+        "engine.kv_cache_memory": "150MiB",
+        "engine.max_num_batched_tokens": 256,
+        "engine.max_num_seqs": 16,
+    }
+    with behind_proxies(small_model_dir, settings) as url:
+        yield url
 
 
 @pytest.fixture

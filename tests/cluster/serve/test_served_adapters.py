@@ -6,15 +6,9 @@ from pathlib import Path
 import httpx
 import pytest
 import torch
-from ray import serve
-from ray.serve.config import HTTPOptions
 from transformers import AutoModelForCausalLM
 
-from crossdock.cluster.config_file import load
-from crossdock.cluster.serve.app import APP_NAME, build
-from crossdock.cluster.serve.lifetime import is_connected
-from tests.cluster.ports import free_port
-from tests.waiting import eventually
+from tests.cluster.serve.pools.served_pools import behind_proxies
 from tests.workers.lora_oracle import tuned
 
 pytestmark = pytest.mark.soak
@@ -27,22 +21,9 @@ def adapter_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def url(ray_cluster: None, small_model_dir: Path, adapter_folder: Path) -> Iterator[str]:
-    port = free_port()
-    settings = {
-        "model.path": str(small_model_dir),
-        "model.served_name": "smol",
-        "model.dtype": "float32",
-        "http.port": port,
-        "http.replicas": 2,
-        "http.lora_folder": str(adapter_folder),
-        "engine.enable_lora": True,
-    }
-    serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
-    serve.run(build(load(None, settings)), name=APP_NAME)
-    address = f"http://127.0.0.1:{port}"
-    eventually(lambda: is_connected(2), "an ingress has no replica", 180)
-    yield address
-    serve.shutdown()
+    settings = {"http.lora_folder": str(adapter_folder), "engine.enable_lora": True}
+    with behind_proxies(small_model_dir, settings) as url:
+        yield url
 
 
 def test_adapter_loaded_at_one_ingress_is_served_by_both(url: str, small_model_dir: Path, adapter_folder: Path) -> None:

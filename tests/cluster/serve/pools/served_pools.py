@@ -23,12 +23,13 @@ import torch
 from pydantic import ByteSize
 from ray import serve
 from ray.serve._private.common import DeploymentID
-from ray.serve.config import ProxyLocation
+from ray.serve.config import HTTPOptions, ProxyLocation
 from transformers import PreTrainedModel
 
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import load
-from crossdock.cluster.serve.app import build
+from crossdock.cluster.serve.app import APP_NAME, build
+from crossdock.cluster.serve.lifetime import is_connected
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
@@ -102,6 +103,20 @@ def deployed(config: ClusterConfig, replicas: int) -> Iterator[str]:
     finally:
         serve.shutdown()  # not the application alone: the next module starts Serve with a proxy
         eventually(_has_ended, "Serve does not end")  # else the next module would deploy to its old controller
+
+
+@contextmanager
+def behind_proxies(model: Path, settings: dict[str, Any]) -> Iterator[str]:
+    """Deploy a replica and two ingresses behind Serve's proxies. Yield the URL once all are up."""
+    port = free_port()
+    names = {"model.path": str(model), "model.served_name": "smol", "model.dtype": DTYPE}
+    serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
+    serve.run(build(load(None, {**names, "http.port": port, "http.replicas": 2, **settings})), name=APP_NAME)
+    try:
+        eventually(lambda: is_connected(2), "an ingress has no replica", 180)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        serve.shutdown()
 
 
 def _has_ended() -> bool:
