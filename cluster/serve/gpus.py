@@ -1,6 +1,6 @@
 """How many GPUs each rank asks Ray for, and whether a machine has what all pools need: GPUs, cores, memory."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from crossdock.cluster.config import ClusterConfig, PoolConfig
 
@@ -27,12 +27,8 @@ def check_gpus_suffice(models: Sequence[ClusterConfig], num_gpus: float) -> None
     Raises:
         ValueError: the pools need more; the message names their settings.
     """
-    for grown in models:
-        needed = {
-            _describe(pool, each is grown): (pool.num_gpus or 0) * pool.num_ranks * _replicas(pool, each is grown)
-            for each in models
-            for pool in each.pools
-        }
+    for pools in _grown_in_turn(models):
+        needed = {_describe(pool, count): (pool.num_gpus or 0) * pool.num_ranks * count for _, pool, count in pools}
         if sum(needed.values()) > num_gpus:
             wanted = ", ".join(text for text, number in needed.items() if number)
             raise ValueError(
@@ -48,14 +44,10 @@ def check_cores_suffice(models: Sequence[ClusterConfig], num_cores: int) -> None
     Raises:
         ValueError: the pools need more; the message names their settings.
     """
-    for grown in models:
-        needed = [
-            (f"pools.{pool.name}.num_cpus", pool.num_cpus * pool.num_ranks * _replicas(pool, each is grown))
-            for each in models
-            for pool in each.pools
-        ]
-        if (total := sum(number for _, number in needed)) > num_cores:
-            wanted = ", ".join(f"{name}: {number} in all" for name, number in needed if number)
+    for pools in _grown_in_turn(models):
+        needed = {f"pools.{pool.name}.num_cpus": pool.num_cpus * pool.num_ranks * count for _, pool, count in pools}
+        if (total := sum(needed.values())) > num_cores:
+            wanted = ", ".join(f"{name}: {number} in all" for name, number in needed.items() if number)
             raise ValueError(
                 f"models: {total} cores are needed, and this machine has {num_cores} ({wanted}); lower one of these, "
                 f"or replicas or max_replicas; num_cpus 0 reserves none"
@@ -70,18 +62,20 @@ def check_memory_suffices(models: Sequence[ClusterConfig], weights: Callable[[st
     Raises:
         ValueError: they need more; the message names the settings.
     """
-    for grown in models:
-        needed = {
-            f"pools.{pool.name}": _replicas(pool, each is grown) * _bytes_on_cpu(each, pool, weights)
-            for each in models
-            for pool in each.pools
-        }
+    for pools in _grown_in_turn(models):
+        needed = {f"pools.{pool.name}": count * _bytes_on_cpu(each, pool, weights) for each, pool, count in pools}
         if (total := sum(needed.values())) > free:
             wanted = ", ".join(f"{name}: {_gib(number)} in all" for name, number in needed.items() if number)
             raise ValueError(
                 f"models: {_gib(total)} of memory are needed for weights and KV pages, and {_gib(free)} are free "
                 f"({wanted}); lower engine.kv_cache_memory, replicas or max_replicas of one of these"
             )
+
+
+def _grown_in_turn(models: Sequence[ClusterConfig]) -> Iterator[list[tuple[ClusterConfig, PoolConfig, int]]]:
+    """Yield all pools with their numbers of replicas: those of one model at their most, the others' at their least."""
+    for grown in models:
+        yield [(each, pool, pool.most if each is grown else pool.replicas) for each in models for pool in each.pools]
 
 
 def _bytes_on_cpu(config: ClusterConfig, pool: PoolConfig, weights: Callable[[str | None], int]) -> int:
@@ -97,14 +91,10 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / (1 << 30):.1f} GiB"
 
 
-def _replicas(pool: PoolConfig, is_grown: bool) -> int:
-    return pool.most if is_grown else pool.replicas
-
-
-def _describe(pool: PoolConfig, is_grown: bool) -> str:
+def _describe(pool: PoolConfig, num_replicas: int) -> str:
     name = f"pools.{pool.name}"
     factors = {
-        "max_replicas" if pool.max_replicas and is_grown else "replicas": _replicas(pool, is_grown),
+        "max_replicas" if num_replicas == pool.max_replicas else "replicas": num_replicas,
         "tensor_parallel_size": pool.tensor_parallel_size,
         "pipeline_parallel_size": pool.pipeline_parallel_size,
         "num_gpus": pool.num_gpus,
