@@ -86,14 +86,6 @@ def choose_replicas(
     raise next(losses, ReplicaLost(why)) from None
 
 
-def submit_again(
-    submission: Submission, attempt: int, output: Sequence[int], waited_s: float, *, may_refuse: bool
-) -> Submission:
-    """Return the submission of another attempt, which goes on after the `output` that the client has."""
-    output_ids = tuple(output)
-    return replace(submission, epoch=attempt, output_token_ids=output_ids, may_refuse=may_refuse, waited_s=waited_s)
-
-
 def submits_of(placement: Placement, submission: Submission) -> list[Submit]:
     """Return the legs of one attempt. Legs that receive come before the legs that send to them."""
     decode, prefill, computing = placement.decode, placement.prefill, submission

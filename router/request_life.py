@@ -26,7 +26,7 @@ from crossdock.router.actions import (
     Timeouts,
 )
 from crossdock.router.fleet import Fleet
-from crossdock.router.legs import choose_replicas, query_of, submit_again, submits_of
+from crossdock.router.legs import choose_replicas, query_of, submits_of
 from crossdock.router.placement import Placement, Query
 from crossdock.router.progress import Numbers, ProgressWatch
 from crossdock.workers.schedule.request import FinishReason, TokenDelta
@@ -112,9 +112,14 @@ class RequestLife:
         self._patience = max(self._timeouts.patience_s, 2 * placement.predicted_ttft)
         self.deadline = now + self._timeouts.silence_s
         submission = self.submission
-        if self.attempt:
-            may_refuse = not self.is_accepted
-            submission = submit_again(submission, self.attempt, self.output, now - self._began, may_refuse=may_refuse)
+        if self.attempt:  # it goes on after the tokens that the client has
+            submission = replace(
+                submission,
+                epoch=self.attempt,
+                output_token_ids=tuple(self.output),
+                may_refuse=not self.is_accepted,
+                waited_s=now - self._began,
+            )
         self._prefill = placement.prefill
         submits = submits_of(placement, submission)
         self._working = [submit.replica for submit in submits]
