@@ -1,8 +1,6 @@
 """Check that objects are complete at construction: no file assigns a field of another file's object.
 
-    python .ci/complete_objects.py            # the rooms of CHECKED; exits with 1 where a field is assigned
-    python .ci/complete_objects.py --count DIR  # how many fields are assigned from outside under DIR
-
+Usage: python .ci/complete_objects.py. Prints each assignment in the rooms of CHECKED, and exits with 1 if there is any.
 `x.y = ...` is refused unless x is `self`, or a local of the same function that was made there, or y is a field of a
 record that the same file declares. `RECORDS` lists what else is meant to change.
 """
@@ -65,18 +63,17 @@ def _fields(target: ast.expr | None, made: set[str]) -> Iterator[tuple[int, str,
             yield each.lineno, name, each.attr
 
 
-def main(arguments: list[str]) -> int:
-    """Print every assignment from outside. Returns how many there are, or the exit status of the check."""
-    rooms = arguments[1:] if arguments[:1] == ["--count"] else CHECKED
+def main() -> int:
+    """Print every assignment from outside. Return the exit status."""
     found = set()
-    for path in (path for room in rooms for path in sorted((ROOT / room).rglob("*.py"))):
+    for path in (path for room in CHECKED for path in sorted((ROOT / room).rglob("*.py"))):
         found |= {(path.relative_to(ROOT).as_posix(), *each) for each in outside(path.read_text())}
     wrong = sorted(each for each in found if not {each[2], f"{each[2]}.{each[3]}"} & RECORDS.keys())
     for path, line, name, field in wrong:
         print(f"{path}:{line}: {name}.{field} is assigned outside the object: pass it when the object is made")
     print(f"{len(wrong)} fields assigned from outside")
-    return 0 if arguments[:1] == ["--count"] else bool(wrong)
+    return bool(wrong)
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(main())

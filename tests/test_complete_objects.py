@@ -27,4 +27,4 @@ def test_field_assigned_outside_its_object_is_found(source: str, found: list[tup
 
 
 def test_rooms_that_are_checked_make_complete_objects() -> None:
-    assert check().main([]) == 0
+    assert check().main() == 0
