@@ -83,11 +83,6 @@ class ReplicaConnections:
                 return
             await asyncio.sleep(0.02)
 
-    @property
-    def is_ready(self) -> bool:
-        """Whether a replica has an open stream."""
-        return bool(self.opened())
-
     # -- members -----------------------------------------------------------------------------------------------------
 
     def join(self, name: str, client: EngineClient, profile: SchedulingProfile) -> None:

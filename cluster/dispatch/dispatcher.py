@@ -306,7 +306,7 @@ class Dispatcher:
 
     def ready(self) -> bool:
         """Return whether a replica is up. Of any role: it serves a request alone where no other may."""
-        return self._connections.is_ready
+        return bool(self._connections.opened())
 
     def has_roles(self, roles: Collection[Role]) -> bool:
         """Return whether a replica of each of these roles is up."""

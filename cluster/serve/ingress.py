@@ -234,7 +234,7 @@ class Ingress:
         await self._of_all("put_adapter", _STORES_S, self._name, model, name, adapter)
 
     def __serve_build_asgi_app__(self) -> Any:
-        return _DrainedFirst(self._api, self._drain)
+        return _DrainedFirst(self._api, lambda: self.drain(self._drain_s))
 
     async def __del__(self) -> None:  # Serve awaits it when the replica stops, after the end of the API's lifespan
         if self._rollouts is not None:
@@ -243,9 +243,6 @@ class Ingress:
         await self.drain(_LAST_WORDS_S)
         for media in self._media:
             media.close()
-
-    async def _drain(self) -> None:
-        await self.drain(self._drain_s)
 
     async def drain(self, seconds: float) -> bool:
         """Take no further request, and wait until those that run are answered, but at most `seconds`, then and when
@@ -310,7 +307,7 @@ class Ingress:
 class _DrainedFirst:
     """The API as Serve holds it: its lifespan, and so tracing, ends when the ingress is drained."""
 
-    def __init__(self, api: Any, drain: Callable[[], Awaitable[None]]) -> None:
+    def __init__(self, api: Any, drain: Callable[[], Awaitable[bool]]) -> None:
         self._api = api
         self._drain = drain
 
