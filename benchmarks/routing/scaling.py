@@ -41,7 +41,7 @@ from crossdock.cluster.bench.workloads import arrival_times
 from crossdock.cluster.simulate.fleet import describe, read_profile
 from crossdock.cluster.simulate.report import decision_figures, describe_decision
 from crossdock.cluster.simulate.simulation import Outcome, Simulation
-from crossdock.cluster.watch.scrape import QUANTILE, REPLICA, STEP_ERROR, Scrape
+from crossdock.cluster.watch.scrape import STEP_ERROR, Scrape
 from crossdock.workers.model.weights.checkpoint import default_model_dir
 from crossdock.workers.report.profile import SchedulingProfile
 
@@ -213,7 +213,7 @@ def spread_of_steps(scrape: Scrape) -> float:
 
     The error at p90 gives the deviation: 90 % of a normal distribution are within 1.645 of them.
     """
-    errors = scrape.by(STEP_ERROR, REPLICA, **{QUANTILE: "0.9"}).values()
+    errors = scrape.by(STEP_ERROR, "replica", quantile="0.9").values()
     return round(sum(errors) / len(errors) / 1.645, 3) if errors else 0.0
 
 

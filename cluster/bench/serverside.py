@@ -13,9 +13,9 @@ def figures(before: Scrape, after: Scrape) -> dict[str, Any]:
     that the server does not report is left out.
     """
     change = after.since(before)
-    errors = {q: after.by(scrape.STEP_ERROR, scrape.REPLICA, **{scrape.QUANTILE: q}) for q in ("0.5", "0.9")}
+    errors = {q: after.by(scrape.STEP_ERROR, "replica", quantile=q) for q in ("0.5", "0.9")}
     found = {
-        "steps": {kind: int(count) for kind, count in change.by(scrape.STEPS, scrape.KIND).items()},
+        "steps": {kind: int(count) for kind, count in change.by(scrape.STEPS, "kind").items()},
         "step_s_p50": change.quantile(scrape.STEP_SECONDS, 0.5),
         "step_s_p99": change.quantile(scrape.STEP_SECONDS, 0.99),
         "step_error_p50": max(errors["0.5"].values(), default=None),

@@ -9,9 +9,9 @@ from math import inf
 from prometheus_client.parser import text_string_to_metric_families
 
 # Every name that this module, `crossdock top` and `crossdock bench` read. A name that a server lacks reads as None.
-STEPS = "crossdock_steps_total"  # by KIND
-STEP_SECONDS = "crossdock_step_seconds"  # histogram, by KIND
-STEP_ERROR = "crossdock_step_relative_error"  # |predicted - actual| / actual, by QUANTILE: "0.5" and "0.9"
+STEPS = "crossdock_steps_total"  # by kind
+STEP_SECONDS = "crossdock_step_seconds"  # histogram, by kind
+STEP_ERROR = "crossdock_step_relative_error"  # |predicted - actual| / actual, by quantile: "0.5" and "0.9"
 CHUNK_TOKENS = "crossdock_chunk_tokens"  # histogram
 PROMPT_TOKENS = "crossdock_prompt_tokens_total"  # computed
 OUTPUT_TOKENS = "crossdock_output_tokens_total"
@@ -21,28 +21,19 @@ ACCEPTED_TOKENS = "crossdock_draft_tokens_accepted_total"
 ITEMS_ENCODED = "crossdock_items_encoded_total"  # pictures
 ITEM_HITS = "crossdock_item_hits_total"  # pictures whose embeddings were in memory
 ENCODER_SECONDS = "crossdock_encoder_seconds"  # histogram
-PAGES = "crossdock_pages"  # by STATE
+PAGES = "crossdock_pages"  # by state
 PREEMPTIONS = "crossdock_preemptions_total"
-CPU_KERNELS = "crossdock_cpu_kernels"  # 1, by KERNELS: which compute the matrix products
-REQUESTS = "crossdock_requests_active"  # by STATUS and CLASS
-UNCACHED_WAITING = "crossdock_uncached_tokens_waiting"  # by CLASS
-BACKLOG_SECONDS = "crossdock_backlog_seconds"  # by CLASS
-REFUSED = "crossdock_ingress_requests_refused_total"  # answers with 429, by CLASS
-SLO_TTFT = "crossdock_slo_ttft_total"  # requests by CLASS and OUTCOME: met or missed
+CPU_KERNELS = "crossdock_cpu_kernels"  # 1, by kernels: which compute the matrix products
+REQUESTS = "crossdock_requests_active"  # by status and slo_class
+UNCACHED_WAITING = "crossdock_uncached_tokens_waiting"  # by slo_class
+BACKLOG_SECONDS = "crossdock_backlog_seconds"  # by slo_class
+REFUSED = "crossdock_ingress_requests_refused_total"  # answers with 429, by slo_class
+SLO_TTFT = "crossdock_slo_ttft_total"  # requests by slo_class and outcome: met or missed
 SLO_TPOT = "crossdock_slo_tpot_total"  # likewise
-BEYOND = "crossdock_promise_beyond_seconds"  # least seconds of a token, of CLASS that promises less
-TTFT_SECONDS = "crossdock_time_to_first_token_seconds"  # histogram, by CLASS
-GAP_SECONDS = "crossdock_inter_token_seconds"  # histogram, by CLASS
-CHARGED_SECONDS = "crossdock_charged_seconds_total"  # predicted, by TENANT and CLASS
-REPLICA = "replica"
-TENANT = "tenant"
-CLASS = "slo_class"
-KIND = "kind"
-STATE = "state"
-STATUS = "status"
-QUANTILE = "quantile"
-OUTCOME = "outcome"
-KERNELS = "kernels"
+BEYOND = "crossdock_promise_beyond_seconds"  # least seconds of a token, of a slo_class that promises less
+TTFT_SECONDS = "crossdock_time_to_first_token_seconds"  # histogram, by slo_class
+GAP_SECONDS = "crossdock_inter_token_seconds"  # histogram, by slo_class
+CHARGED_SECONDS = "crossdock_charged_seconds_total"  # predicted, by tenant and slo_class
 
 Series = frozenset[tuple[str, str]]  # the labels of one sample
 

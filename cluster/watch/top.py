@@ -145,7 +145,7 @@ class Readings:
         """Read the server once. `lost` then has the reason if that failed, else None."""
         try:
             reading = self._scrape()
-            if not self._pools.keys() >= reading.by(scrape.PAGES, scrape.REPLICA).keys():
+            if not self._pools.keys() >= reading.by(scrape.PAGES, "replica").keys():
                 self._pools = self._pools_of_replicas()
             self._requests = self._in_flight()
         except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
@@ -171,7 +171,7 @@ class Readings:
         now = self._scrapes[-1]
         change = now.since(self._scrapes[0])
         covers = f"the last {change.seconds:.1f} s" if change.seconds else "reading …"
-        pools = {name: self._pools.get(name, "") for name in now.by(scrape.PAGES, scrape.REPLICA)}
+        pools = {name: self._pools.get(name, "") for name in now.by(scrape.PAGES, "replica")}
         order = sorted(pools, key=lambda name: (pools[name], name))
         replicas = [_replica(name, pools[name], now, change) for name in order]
         left = max(height - 8 * len(replicas) - 12, 3)
@@ -212,7 +212,7 @@ def _header(url: str, state: Text) -> RenderableType:
 
 
 def _replica(replica: str, pool: str, now: Scrape, change: Scrape) -> RenderableType:
-    which = {scrape.REPLICA: replica} if replica else {}
+    which = {"replica": replica} if replica else {}
 
     def rates(name: str, label: str, *values: str) -> str:
         return " · ".join(f"{value} {_number(change.rate(name, **which, **{label: value}))}" for value in values)
@@ -221,19 +221,19 @@ def _replica(replica: str, pool: str, now: Scrape, change: Scrape) -> Renderable
         return _seconds(change.quantile(scrape.STEP_SECONDS, quantile, **which))
 
     def off(quantile: str) -> str:
-        return _percent(now.total(scrape.STEP_ERROR, **which, **{scrape.QUANTILE: quantile}))
+        return _percent(now.total(scrape.STEP_ERROR, **which, quantile=quantile))
 
     def requests(status: str) -> str:
-        return _by_class(now.by(scrape.REQUESTS, scrape.CLASS, **which, **{scrape.STATUS: status}))
+        return _by_class(now.by(scrape.REQUESTS, "slo_class", **which, status=status))
 
     tokens = (
         f"prefill {_number(change.rate(scrape.PROMPT_TOKENS, **which))}"
         f" · decode {_number(change.rate(scrape.OUTPUT_TOKENS, **which))}"
         f" · cached {_number(change.rate(scrape.CACHED_TOKENS, **which))}"
     )
-    backlog = _by_class(now.by(scrape.BACKLOG_SECONDS, scrape.CLASS, **which), " s")
+    backlog = _by_class(now.by(scrape.BACKLOG_SECONDS, "slo_class", **which), " s")
     rows = [
-        ("steps/s", rates(scrape.STEPS, scrape.KIND, "decodes", "chunks", "mixed")),
+        ("steps/s", rates(scrape.STEPS, "kind", "decodes", "chunks", "mixed")),
         ("step time", f"{step(0.5)} p50 · {step(0.99)} p99 · predicted ±{off('0.5')} p50 · ±{off('0.9')} p90"),
         ("tokens/s", tokens),
         ("chunk", f"{_number(change.quantile(scrape.CHUNK_TOKENS, 0.5, **which))} tokens p50"),
@@ -244,7 +244,7 @@ def _replica(replica: str, pool: str, now: Scrape, change: Scrape) -> Renderable
     for (left, left_value), (right, right_value) in zip(rows[::2], rows[1::2], strict=True):
         grid.add_row(Text(left, "dim"), left_value, Text(right, "dim"), right_value)
     preempted = _number(now.total(scrape.PREEMPTIONS, **which))
-    pages = now.by(scrape.PAGES, scrape.STATE, **which)
+    pages = now.by(scrape.PAGES, "state", **which)
     lines = [Text.assemble(("KV pages  ", "dim"), _pages(pages), f"   preempted {preempted}")]
     if now.total(scrape.DRAFT_TOKENS, **which):
         drafted, accepted = (change.total(name, **which) for name in (scrape.DRAFT_TOKENS, scrape.ACCEPTED_TOKENS))
@@ -258,7 +258,7 @@ def _replica(replica: str, pool: str, now: Scrape, change: Scrape) -> Renderable
             Text.assemble(("pictures  ", "dim"), f"/s encoded {encoded} · found {found} · {share} of the time")
         )
     lines += [
-        Text.assemble(("kernels   ", "dim"), kernels) for kernels in now.by(scrape.CPU_KERNELS, scrape.KERNELS, **which)
+        Text.assemble(("kernels   ", "dim"), kernels) for kernels in now.by(scrape.CPU_KERNELS, "kernels", **which)
     ]
     return Panel(
         Group(grid, *lines),
@@ -291,14 +291,14 @@ def _classes(now: Scrape, change: Scrape) -> RenderableType:
 
     def met(name: str, which: Mapping[str, str]) -> str:
         every = change.total(name, **which)
-        return _percent((change.total(name, **which, **{scrape.OUTCOME: "met"}) or 0.0) / every if every else None)
+        return _percent((change.total(name, **which, outcome="met") or 0.0) / every if every else None)
 
     table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
     table.add_column("class", no_wrap=True)
     for title in ("TTFT p50", "p99", "met", "token gap p50", "p99", "TPOT met", "refused", "tokens waiting"):
         table.add_column(title, justify="right")
-    for name in sorted({name for metric in listed for name in now.by(metric, scrape.CLASS)}, key=_class_order):
-        which = {scrape.CLASS: name} if name else {}
+    for name in sorted({name for metric in listed for name in now.by(metric, "slo_class")}, key=_class_order):
+        which = {"slo_class": name} if name else {}
         table.add_row(
             f"{name or 'all'}{_beyond(now, which)}",
             *(_seconds(change.quantile(scrape.TTFT_SECONDS, quantile, **which)) for quantile in (0.5, 0.99)),
@@ -313,7 +313,7 @@ def _classes(now: Scrape, change: Scrape) -> RenderableType:
 
 def _tenants(change: Scrape) -> Iterator[RenderableType]:
     """Yield a line with the tenants that were charged most, and their shares; none where tenants are not told apart."""
-    charged = change.by(scrape.CHARGED_SECONDS, scrape.TENANT)
+    charged = change.by(scrape.CHARGED_SECONDS, "tenant")
     total = sum(charged.values())
     most = sorted(charged, key=lambda name: -charged[name])[:_TENANTS]
     if total:
@@ -323,7 +323,7 @@ def _tenants(change: Scrape) -> Iterator[RenderableType]:
 
 def _beyond(now: Scrape, which: Mapping[str, str]) -> str:
     """Return the mark of a class whose promise is beyond the machine; else nothing."""
-    least = max(now.by(scrape.BEYOND, scrape.REPLICA, **which).values(), default=0.0) if which else 0.0
+    least = max(now.by(scrape.BEYOND, "replica", **which).values(), default=0.0) if which else 0.0
     return f" (beyond: {_seconds(least)} a token)" if least else ""
 
 
