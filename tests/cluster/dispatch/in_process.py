@@ -155,16 +155,17 @@ async def ready(dispatcher: Dispatcher, num_replicas: int = 1) -> None:
 
 @asynccontextmanager
 async def serving(dispatcher: Dispatcher, **replicas: InProcess) -> AsyncIterator[Dispatcher]:
-    """Yield the dispatcher once all replicas are up. Close the dispatcher and the replicas in the end."""
-    for name, replica in replicas.items():
-        dispatcher.join(name, replica, replica.profile)
-    await ready(dispatcher, len(replicas))
-    try:
-        yield dispatcher
-    finally:
-        await dispatcher.close()
-        for replica in replicas.values():
-            await replica.engine_thread.close()
+    """Yield the dispatcher once all replicas are up. Close it in the end, and all replicas that have joined."""
+    with patch.object(dispatcher, "join", wraps=dispatcher.join) as join:
+        for name, replica in replicas.items():
+            dispatcher.join(name, replica, replica.profile)
+        await ready(dispatcher, len(replicas))
+        try:
+            yield dispatcher
+        finally:
+            await dispatcher.close()
+            for joined in {call.args[1] for call in join.call_args_list}:
+                await joined.engine_thread.close()
 
 
 async def tokens(dispatcher: Dispatcher, name: str, max_tokens: int = 20, prompt: int = 30) -> list[int]:

@@ -28,11 +28,6 @@ async def is_clean(*clients: InProcess) -> None:
         await until(client.owns_nothing)
 
 
-async def close(*clients: InProcess) -> None:
-    for client in clients:
-        await client.engine_thread.close()
-
-
 class Failing(InProcess):
     """A replica that fails the next submission, before or after taking it."""
 
@@ -119,7 +114,6 @@ async def test_accepted_request_goes_on_though_every_other_replica_is_overloaded
             await ready(dispatcher, 2)
             first.is_killed = True
             assert sum([len(delta.token_ids) async for delta in stream]) == 9
-        await close(second)
 
 
 class Unlike(InProcess):
@@ -155,14 +149,10 @@ async def test_other_first_token_of_an_unlike_decode_replica_never_follows_the_c
         wanted = await tokens(dispatcher, "wanted")
         prefill, decode = PagesLost(role="prefill"), Unlike(role="decode")
         prefill.decode = decode
-        pairs = Dispatcher("tiny", PAIRS)
-        pairs.join("p", prefill, prefill.profile)
-        pairs.join("d", decode, decode.profile)
-        await ready(pairs, 2)
-        got = await tokens(pairs, "r")
-        assert got in (wanted, [Unlike.own, *got[1:]])
-        assert got == wanted or "placed_again_total 0.0" in pairs.metrics.text()
-        await close(prefill, decode)
+        async with serving(Dispatcher("tiny", PAIRS), p=prefill, d=decode) as pairs:
+            got = await tokens(pairs, "r")
+            assert got in (wanted, [Unlike.own, *got[1:]])
+            assert got == wanted or "placed_again_total 0.0" in pairs.metrics.text()
 
 
 class Poisoned(InProcess):

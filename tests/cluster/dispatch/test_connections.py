@@ -42,7 +42,6 @@ async def test_replica_that_has_just_joined_is_waited_for() -> None:
         dispatcher.join("new", new, new.profile)
         assert not dispatcher.ready()
         assert len(await tokens(dispatcher, "between the two")) == 20
-        await new.engine_thread.close()
 
 
 async def test_replica_is_notified_again_and_again_that_its_stream_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -89,26 +88,22 @@ class Mortal(InProcess):
 async def test_death_of_a_replica_is_reported_to_all_others() -> None:
     """Also to those that have no request with it: they may hold pages from it for one that was aborted. Also to one
     that was out of reach at that moment. Of a lost replica that Serve has given up, the process may still write."""
-    dispatcher = Dispatcher("tiny", timeouts=Timeouts(rejoin_s=0.05))
     clients = [Mortal(b"%d" % number) for number in range(4)]
-    for number, client in enumerate(clients[:3]):
-        dispatcher.join(f"{number}", client, client.profile)
-    await ready(dispatcher, 3)
-    clients[0].die()
-    await until(lambda: all(client.deaths == [b"0"] for client in clients[1:3]))
-    dispatcher.join("3", clients[3], clients[3].profile)
-    await until(lambda: clients[3].deaths == [b"0"])
-    num_up = len(dispatcher.fleet)
-    clients[1].error = ConnectionError("out of reach")
-    clients[1].die()
-    await until(lambda: len(dispatcher.fleet) == num_up - 1)
-    dispatcher.leave("1")
-    await until(lambda: clients[1].num_probes > 2)
-    assert clients[3].deaths == [b"0"]
-    clients[1].has_ended = True
-    await until(lambda: clients[3].deaths == [b"0", b"1"])
-    for client in clients:
-        await client.engine_thread.close()
+    three = {f"{number}": client for number, client in enumerate(clients[:3])}
+    async with serving(Dispatcher("tiny", timeouts=Timeouts(rejoin_s=0.05)), **three) as dispatcher:
+        clients[0].die()
+        await until(lambda: all(client.deaths == [b"0"] for client in clients[1:3]))
+        dispatcher.join("3", clients[3], clients[3].profile)
+        await until(lambda: clients[3].deaths == [b"0"])
+        num_up = len(dispatcher.fleet)
+        clients[1].error = ConnectionError("out of reach")
+        clients[1].die()
+        await until(lambda: len(dispatcher.fleet) == num_up - 1)
+        dispatcher.leave("1")
+        await until(lambda: clients[1].num_probes > 2)
+        assert clients[3].deaths == [b"0"]
+        clients[1].has_ended = True
+        await until(lambda: clients[3].deaths == [b"0", b"1"])
 
 
 async def test_lost_replica_that_is_still_a_member_is_connected_again() -> None:
@@ -164,14 +159,14 @@ class Late(InProcess):
 
 async def test_replica_that_leaves_before_its_stream_opens_is_disconnected() -> None:
     """An open stream would hold up its drain."""
-    client, dispatcher = Late(), Dispatcher("tiny")
-    dispatcher.join("one", client, client.profile)
-    dispatcher.leave("one")
-    client.may_open.set()
-    await client.has_ended.wait()
-    assert not client.engine_thread.channels
-    assert not len(dispatcher.fleet)
-    await client.engine_thread.close()
+    client = Late()
+    async with serving(Dispatcher("tiny")) as dispatcher:
+        dispatcher.join("one", client, client.profile)
+        dispatcher.leave("one")
+        client.may_open.set()
+        await client.has_ended.wait()
+        assert not client.engine_thread.channels
+        assert not len(dispatcher.fleet)
 
 
 async def test_silent_replica_is_lost_and_a_pause_of_the_ingress_is_not_its_silence() -> None:
@@ -201,7 +196,6 @@ async def test_silent_replica_is_lost_and_a_pause_of_the_ingress_is_not_its_sile
         await until(lambda: len(dispatcher.fleet) == 1)
         for client in clients:
             client.is_silent = False
-            await client.engine_thread.close()
 
 
 def test_clock_of_a_loop_counts_a_pause_as_a_second() -> None:

@@ -40,23 +40,19 @@ async def come_work_and_leave(dispatcher: Dispatcher, killed: InProcess, *others
 
 async def test_requests_that_ended_and_replicas_that_left_leave_nothing() -> None:
     stays, *come = InProcess(), InProcess(), InProcess(), Refusing(1.0)
-    dispatcher = Dispatcher("tiny", IN_TURN)
-    dispatcher.join("stays", stays, stays.profile)
-    await come_work_and_leave(dispatcher, *come)
-    await settled(dispatcher)
-    before = sizes(dispatcher)
-    for _ in range(2):
+    async with serving(Dispatcher("tiny", IN_TURN), stays=stays) as dispatcher:
         await come_work_and_leave(dispatcher, *come)
         await settled(dispatcher)
-    after = {path: size for path, size in sizes(dispatcher).items() if ".client." not in path}
+        before = sizes(dispatcher)
+        for _ in range(2):
+            await come_work_and_leave(dispatcher, *come)
+            await settled(dispatcher)
+        after = {path: size for path, size in sizes(dispatcher).items() if ".client." not in path}
     grown = growing(before, after)
     for ending, most in BOUNDED:
         for path in [path for path in grown if path.endswith(ending)]:
             assert grown.pop(path)[1] <= most
     assert not grown
-    await dispatcher.close()
-    for replica in (stays, *come):
-        await replica.engine_thread.close()
 
 
 async def test_refused_requests_leave_nothing() -> None:

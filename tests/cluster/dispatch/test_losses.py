@@ -35,7 +35,6 @@ async def test_request_of_dead_replica_goes_on_elsewhere_with_the_same_tokens() 
         dispatcher.leave("first" if victim is first else "second")
         assert len(await tokens(dispatcher, "next")) == 20
         assert "crossdock_ingress_placed_again_total 1.0" in dispatcher.metrics.text()
-        await second.engine_thread.close()
 
 
 async def test_running_request_waits_for_a_replica_of_its_own_weights() -> None:
@@ -58,9 +57,6 @@ async def test_running_request_waits_for_a_replica_of_its_own_weights() -> None:
             elif len(output) > 50 and not delta.finish_reason:
                 assert dispatcher.fleet.num_booked("other") == 0
         assert output == wanted
-        dispatcher.leave("lost")
-        for name in ("other", "new"):
-            await replicas[name].engine_thread.close()
 
 
 async def test_bad_words_and_listed_tokens_are_the_same_on_a_pair_and_after_a_loss() -> None:
@@ -100,8 +96,6 @@ async def test_bad_words_and_listed_tokens_are_the_same_on_a_pair_and_after_a_lo
         logprobs = [[logprob for _, logprob in one.top] for one in again]
         assert logprobs == [pytest.approx([logprob for _, logprob in one.top], abs=1e-3) for one in wanted]
         assert "crossdock_ingress_placed_again_total 1.0" in dispatcher.metrics.text()
-        await prefill.engine_thread.close()
-        await decode.engine_thread.close()
 
 
 class Withholding(InProcess):
@@ -138,7 +132,6 @@ async def test_first_token_that_comes_late_or_never_changes_no_output(is_killed:
         prefill.release.set()
         assert await asking == wanted
         assert f"crossdock_ingress_placed_again_total {float(is_killed)}" in dispatcher.metrics.text()
-        await prefill.engine_thread.close()
 
 
 async def test_replica_that_does_not_take_a_request_leaves_it_to_another() -> None:
@@ -171,7 +164,7 @@ async def test_every_request_has_a_deadline_while_replicas_come_and_go() -> None
     rng = random.Random(5)
     timeouts = Timeouts(patience_s=0.3, stuck_s=1.0, rejoin_s=0.2)
 
-    async def fail_or_heal(dispatcher: Dispatcher, up: dict[str, InProcess], gone: list[InProcess], name: str) -> None:
+    async def fail_or_heal(dispatcher: Dispatcher, up: dict[str, InProcess], name: str) -> None:
         """Something happens; two replicas stay that can serve."""
         sound = [each for each, replica in up.items() if type(replica) is InProcess and not replica.is_killed]
         event = rng.choice(["die", "drain", "hang", "forget"])
@@ -180,7 +173,6 @@ async def test_every_request_has_a_deadline_while_replicas_come_and_go() -> None
             dispatcher.join(name, up[name], up[name].profile)
         elif len(sound) > 2:
             victim = rng.choice(sound)
-            gone.append(up[victim])
             if event == "die":
                 up[victim].is_killed = True
             dispatcher.leave(victim)
@@ -190,18 +182,11 @@ async def test_every_request_has_a_deadline_while_replicas_come_and_go() -> None
             dispatcher.join(name, up[name], up[name].profile)
         for bad in [each for each, replica in up.items() if type(replica) is not InProcess][:-1]:
             dispatcher.leave(bad)
-            gone.append(up.pop(bad))
+            del up[bad]
 
     dispatcher = Dispatcher("tiny", timeouts=timeouts, most_placements=99)  # chance may hit one request every time
-    up: dict[str, InProcess] = {}
-    gone: list[InProcess] = []
-    for name in ("first", "second"):
-        up[name] = InProcess()
-        dispatcher.join(name, up[name], up[name].profile)
-    await ready(dispatcher, 2)
-    wanted = await tokens(dispatcher, "wanted", 40)
+    up = {name: InProcess() for name in ("first", "second")}
     in_flight: set[str] = set()
-
     num_ended = 0
 
     async def client(number: int) -> None:
@@ -215,22 +200,22 @@ async def test_every_request_has_a_deadline_while_replicas_come_and_go() -> None
                 in_flight.discard(name)
             num_ended += 1
 
-    clients = [asyncio.create_task(client(number)) for number in range(6)]
-    num_events = 0
-    while not all(task.done() for task in clients):
-        await asyncio.sleep(0.02)
-        now, deadlines = dispatcher.clock.now(), dispatcher.deadlines
-        for name in in_flight:
-            assert deadlines[name] - now < 10.5, name  # armed, and not for later than a silent replica's
-            assert deadlines[name] > now - 10.0, name  # and not over without a consequence
-        if num_ended > 3 * num_events:  # as often for each request on a slow machine as on a fast one
-            num_events += 1
-            await fail_or_heal(dispatcher, up, gone, f"r{num_events}")
-    await asyncio.gather(*clients)
-    assert not dispatcher.deadlines
-    assert num_events > 10
-    for replica in [*up.values(), *gone]:
-        await replica.engine_thread.close()
+    async with serving(dispatcher, **up):
+        wanted = await tokens(dispatcher, "wanted", 40)
+        clients = [asyncio.create_task(client(number)) for number in range(6)]
+        num_events = 0
+        while not all(task.done() for task in clients):
+            await asyncio.sleep(0.02)
+            now, deadlines = dispatcher.clock.now(), dispatcher.deadlines
+            for name in in_flight:
+                assert deadlines[name] - now < 10.5, name  # armed, and not for later than a silent replica's
+                assert deadlines[name] > now - 10.0, name  # and not over without a consequence
+            if num_ended > 3 * num_events:  # as often for each request on a slow machine as on a fast one
+                num_events += 1
+                await fail_or_heal(dispatcher, up, f"r{num_events}")
+        await asyncio.gather(*clients)
+        assert not dispatcher.deadlines
+        assert num_events > 10
 
 
 async def test_death_of_the_last_replica_fails_its_requests() -> None:

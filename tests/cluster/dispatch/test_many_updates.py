@@ -24,7 +24,6 @@ async def test_a_hundred_updates_under_load_with_deaths_mix_no_answer(tmp_path: 
     folders = [saved(tmp_path / f"{seed}", seed) for seed in (1, 2, 3)]
     wanted = [greedy_of(folder, LENGTH) for folder in folders]
     replicas = {"r0": InProcess(), "r1": InProcess()}
-    dead: list[InProcess] = []
     is_over, checked, unavailable = asyncio.Event(), list[str](), list[str]()
     names = count()
 
@@ -55,7 +54,6 @@ async def test_a_hundred_updates_under_load_with_deaths_mix_no_answer(tmp_path: 
                 name, victim = next(iter(replicas.items()))
                 del replicas[name]
                 victim.is_killed = True
-                dead.append(victim)
                 dispatcher.leave(name)
                 new = replicas[f"r{number}"] = InProcess()
                 dispatcher.join(f"r{number}", new, new.profile)
@@ -72,5 +70,3 @@ async def test_a_hundred_updates_under_load_with_deaths_mix_no_answer(tmp_path: 
             await until(lambda replica=replica: not replica.engine_thread.engine.scheduler.table.requests())  # type: ignore[misc]
             assert await replica.owned_pages() == 0
         assert len(unavailable) < len(checked) / 5
-        for replica in (*dead, *replicas.values()):
-            await replica.engine_thread.close()

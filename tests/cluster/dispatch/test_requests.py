@@ -6,7 +6,7 @@ import pytest
 
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost
 from crossdock.workers.schedule.submission import Overloaded, SamplingParams, Submission
-from tests.cluster.dispatch.in_process import IN_TURN, InProcess, Refusing, ready, serving, tokens
+from tests.cluster.dispatch.in_process import IN_TURN, InProcess, Refusing, serving, tokens
 from tests.waiting import until
 
 
@@ -14,18 +14,15 @@ async def test_requests_at_once_have_equal_outputs_and_leave_no_pages() -> None:
     client, dispatcher = InProcess(), Dispatcher("tiny")
     with pytest.raises(ReplicaLost, match="no replica is up"):
         await tokens(dispatcher, "early")
-    dispatcher.join("one", client, client.profile)
-    await ready(dispatcher)
-    assert dispatcher.model.max_model_len == 256
-    outputs = await asyncio.gather(*(tokens(dispatcher, f"{i}") for i in range(10)))
-    assert all(output == outputs[0] for output in outputs)
-    assert len(outputs[0]) == 20
-    assert await client.owned_pages() == 0
-    text = await dispatcher.metrics_text()
-    assert 'crossdock_requests_total{finish_reason="length",slo_class="standard",replica="one"}' in text
-    assert "crossdock_time_to_first_token_seconds_count" in text
-    await dispatcher.close()
-    await client.engine_thread.close()
+    async with serving(dispatcher, one=client):
+        assert dispatcher.model.max_model_len == 256
+        outputs = await asyncio.gather(*(tokens(dispatcher, f"{i}") for i in range(10)))
+        assert all(output == outputs[0] for output in outputs)
+        assert len(outputs[0]) == 20
+        assert await client.owned_pages() == 0
+        text = await dispatcher.metrics_text()
+        assert 'crossdock_requests_total{finish_reason="length",slo_class="standard",replica="one"}' in text
+        assert "crossdock_time_to_first_token_seconds_count" in text
 
 
 async def test_overloaded_replica_leaves_request_to_next_best() -> None:

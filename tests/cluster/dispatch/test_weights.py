@@ -128,7 +128,6 @@ async def test_replica_with_older_weights_gets_no_request_until_it_has_caught_up
         rollouts.stop()
         dispatcher.leave("first")
         assert await output(dispatcher, "after", 12) == greedy_of(folders[0], 12)
-        await late.engine_thread.close()
 
 
 async def test_replica_refuses_a_submission_for_other_weights(folders: list[Path]) -> None:
