@@ -160,8 +160,6 @@ def test_file_with_two_problems_raises_one_line_for_each(tmp_path: Path) -> None
     [
         ("a: [1, 2", "not YAML: .* line 1"),
         ("- a\n- b\n", "a mapping is expected"),
-        ("engine: 3\n", "engine: must be a mapping of settings"),
-        ("pools: {name: a}\n", "pools: must be a list"),
     ],
 )
 def test_file_that_is_no_configuration_is_refused(text: str, message: str, tmp_path: Path) -> None:
@@ -306,12 +304,6 @@ def test_rounded_weights_have_another_name_than_those_of_their_checkpoint() -> N
     mixed = load(None, {"router.unlike_weights": "mixed"})
     kept = [each.replica_spec(pool).name_of_kept_pages("x") for each in (config, mixed) for pool in each.pools]
     assert kept == ["x", "x int8", "x and others"], "no pages of other weights are read from files"
-
-
-@pytest.mark.parametrize("name", ["ingress", "Big Pool"])
-def test_reserved_or_malformed_pool_name_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"pools\.0\.name|pools\.0"):
-        load(None, {"pools": [{"name": name}]})
 
 
 def test_model_name_is_served_name_or_path_without_revision() -> None:

@@ -4,9 +4,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
-from crossdock.cluster.dispatch.ingress_metrics import merge_metrics
 from crossdock.cluster.watch.scrape import Scrape
 
 TEXT = """
@@ -87,13 +86,3 @@ def test_quantile_is_in_the_bucket_of_the_true_one(values: list[float], quantile
     edges = (0.0, *BUCKETS)
     bucket = int(np.searchsorted(BUCKETS, true))
     assert edges[bucket] - 1e-9 <= estimate <= edges[bucket + 1] + 1e-9
-
-
-def test_merged_text_of_two_replicas_has_both() -> None:
-    texts = {}
-    for replica, count in (("mixed#1", 2), ("mixed#2", 5)):
-        registry = CollectorRegistry()
-        Counter("crossdock_steps", "Steps.", ["kind"], registry=registry).labels("mixed").inc(count)
-        texts[replica] = generate_latest(registry).decode()
-    scrape = Scrape.parse(merge_metrics(texts, "replica"), 0.0)
-    assert scrape.by("crossdock_steps_total", "replica") == {"mixed#1": 2, "mixed#2": 5}

@@ -108,13 +108,11 @@ def test_api_keys_from_the_environment_are_not_printed() -> None:
     [
         (["--page-size", "0"], "--page-size: must be greater than or equal to 1, not 0"),
         (["--dtype", "int3"], "--dtype: must be 'auto', 'bfloat16', 'float16' or 'float32', not 'int3'"),
-        (["--chunk-policy", "clever"], "--chunk-policy: must be 'adaptive' or 'fixed', not 'clever'"),
         (["--override-generation-config", "hot"], "--override-generation-config: 'hot' is not JSON"),
         (
             ["--override-generation-config", '{"temperature": 3}'],
             "--override-generation-config: temperature: must be less than or equal to 2, not 3",
         ),
-        (["--admission", "maybe"], "--admission: must be 'reject' or 'queue', not 'maybe'"),
         (["--chunked-prefill-size", "0"], "--chunked-prefill-size 0: must be a number of tokens, or -1 for no chunks"),
         (
             ["--chunked-prefill-size", "512", "--max-num-batched-tokens", "1024"],
