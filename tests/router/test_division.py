@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from crossdock.router.division import MOVE_MARGIN, Claim, divide, fits
 from crossdock.router.scaling import Bounds, Resize, Scaling, ScalingConfig
 from crossdock.router.starts import Starts
-from tests.router.replicas import live, profile
+from tests.router.test_scaling import Pools
 
 GPU = {"GPU": 1.0}
 
@@ -75,94 +75,62 @@ def test_pool_of_two_gpus_gets_the_place_of_two_small_replicas_with_less_to_do()
 CONFIG = ScalingConfig(utilisation=0.5, interval_s=1.0, up_delay_s=3.0, down_delay_s=50.0, zero_after_s=20.0)
 
 
-class Two:
-    """Two models on two GPUs, of which one has both. A replica is up `start_s` after its device is free."""
+class Two(Pools):
+    """Two models that divide the GPUs of a cluster."""
 
     start_s = 4
 
-    def __init__(self, least: int = 0, room: float = 2.0) -> None:
-        bounds = {name: Bounds("mixed", least, 2, name, GPU) for name in ("a", "b")}
-        self.scaling = Scaling(CONFIG, bounds, {"a": 2 - least, "b": least}, {"GPU": room})
-        self.load = {"a": 0.0, "b": 0.0}  # seconds of prompts per second
-        self.up = {"a": ["a0", "a1"][: 2 - least], "b": ["b0"][:least]}
-        self.starting: list[tuple[float, str]] = []
-        self.done = {"a": 0.0, "b": 0.0}
-        self.joined: set[str] = set()
-        self.now = 0.0
+    def __init__(self, least: int, sizes: tuple[int, int], room: int = 2) -> None:
+        self.room = room
+        super().__init__(CONFIG, **{name: Bounds("mixed", least, 2, name, GPU) for name in "ab"})
+        for name, size in zip("ab", sizes, strict=True):
+            self.roles[name] = {f"{name}{number}": "mixed" for number in range(size)}
+        self.scaling = Scaling(CONFIG, self.scaling.pools, dict(zip("ab", sizes, strict=True)), {"GPU": float(room)})
 
-    def run(self, seconds: int) -> list[tuple[str, int]]:
-        log = []
-        for _ in range(seconds):
-            self.now += 1
-            for model, names in self.up.items():
-                for name in names:
-                    if name not in self.joined:
-                        self.joined.add(name)
-                        self.scaling.join(name, model, profile())
-                    share = self.load[model] / len(names)
-                    self.done[name] = self.done.get(name, 0.0) + min(share, 1.0)
-                    self.scaling.hear(name, live(int(self.now), done_seconds=self.done[name]), self.now)
-            for action in self.scaling.decide(self.now):
-                assert isinstance(action, Resize)
-                log.append((action.pool, action.replicas))
-                self.resize(action.pool, action.replicas)
-            for at, model in [each for each in self.starting if each[0] <= self.now]:
-                self.starting.remove((at, model))
-                self.up[model].append(f"{model}{self.now}")
-        assert sum(map(len, self.up.values())) <= 2
+    def resized_in(self, seconds: int) -> list[tuple[str, int]]:
+        """Let time pass. Return the new sizes that were decided meanwhile."""
+        log = [(each.pool, each.replicas) for each in self.run(seconds) if isinstance(each, Resize)]
+        assert self.size("a") + self.size("b") <= self.room
         return log
-
-    def resize(self, model: str, size: int) -> None:
-        names, others = self.up[model], [each for each in self.starting if each[1] == model]
-        for _ in range(size - len(names) - len(others)):
-            self.starting.append((self.now + self.start_s, model))
-        while len(names) > size:
-            self.scaling.leave(names.pop())
 
 
 def test_two_models_change_places_by_demand_and_back() -> None:
-    two = Two()
+    two = Two(0, (2, 0))
     two.load["a"] = 0.9
-    assert two.run(30) == [], "the model that works keeps both"
+    assert two.resized_in(30) == [], "the model that works keeps both"
     two.load["a"] = 0.0
     two.scaling.ask("b", two.now)
-    assert two.run(8) == [("a", 1), ("b", 1)]
+    assert two.resized_in(8) == [("a", 1), ("b", 1)]
     two.load["b"] = 0.9
-    assert two.run(12) == [("a", 0), ("b", 2)]
+    assert two.resized_in(12) == [("a", 0), ("b", 2)]
     two.load |= {"a": 0.0, "b": 0.1}
     two.scaling.ask("a", two.now)
-    assert two.run(8) == [("b", 1), ("a", 1)]
+    assert two.resized_in(8) == [("b", 1), ("a", 1)]
 
 
 def test_models_with_least_replicas_keep_them_however_others_are_pressed() -> None:
-    two = Two(least=1)
+    two = Two(1, (1, 1))
     two.load["a"] = 5.0
-    assert two.run(60) == []
+    assert two.resized_in(60) == []
 
 
 def test_model_without_work_has_no_replica_after_its_idle_time_and_one_at_a_request() -> None:
-    two = Two()
-    log = two.run(60)
+    two = Two(0, (2, 0))
+    log = two.resized_in(60)
     assert log == [("a", 0)]
-    assert two.up == {"a": [], "b": []}
-    assert two.run(30) == [], "no request, no start"
+    assert two.size("a") == two.size("b") == 0
+    assert two.resized_in(30) == [], "no request, no start"
     two.scaling.ask("a", two.now)
-    assert two.run(10) == [("a", 1)]
-    assert len(two.up["a"]) == 1
+    assert two.resized_in(10) == [("a", 1)]
+    assert two.size("a") == 1
     two.load["a"] = 0.4
-    assert two.run(60) == [], "a replica that works stays"
+    assert two.resized_in(60) == [], "a replica that works stays"
 
 
 def test_silent_replica_of_one_model_does_not_keep_the_others_pools_large() -> None:
-    two = Two(least=1)
-    two.run(5)
-    two.scaling.lose(two.up["b"][0])
-    bounds = {"a": Bounds("mixed", 1, 2, "a", GPU), "b": Bounds("mixed", 1, 2, "b", GPU)}
-    two.scaling = Scaling(CONFIG, bounds, {"a": 2, "b": 1}, {"GPU": 3.0})
-    two.scaling.join("b0", "b", profile())  # never heard
-    two.joined = {"b0"}
-    two.up = {"a": ["a0", "a1"], "b": []}
-    assert two.run(60) == [("a", 1)]
+    two = Two(1, (2, 1), room=3)
+    two.silent = {"b0"}
+    assert two.resized_in(60) == [("a", 1)]
 
 
 # -- starts ------------------------------------------------------------------------------------------------------------

@@ -16,15 +16,20 @@ FLIPPING = CONFIG.model_copy(update={"flip_roles": True})
 
 
 class Pools:
-    """Replicas that share the work for their role evenly, as a router would place it, and report once a second."""
+    """Replicas that share the work for their role evenly, as a router would place it, and report once a second.
+
+    The work for a pool's model is that of the model, whatever its role, where models are several."""
+
+    start_s = 0  # until a replica is up
 
     def __init__(self, config: ScalingConfig = CONFIG, **bounds: Bounds) -> None:
         self.scaling = Scaling(config, bounds)
         self.roles: dict[str, dict[str, Role]] = {
             name: {f"{name}-{number}": pool.role for number in range(pool.least)} for name, pool in bounds.items()
         }
-        self.load: dict[Role, float] = {}  # seconds of prompts that arrive per second
-        self.streams: dict[Role, int] = {}
+        self.load: dict[str, float] = {}  # by role or model: seconds of prompts that arrive per second
+        self.streams: dict[str, int] = {}
+        self.starting: list[tuple[float, str]] = []  # when a replica of a pool will be up
         self.now = 0.0
         self.done: dict[str, float] = {}
         self.log: list[Resize | Flip] = []
@@ -41,8 +46,11 @@ class Pools:
     def size(self, pool: str) -> int:
         return len(self.roles[pool])
 
-    def count(self, role: Role) -> int:
-        return sum(each == role for roles in self.roles.values() for each in roles.values())
+    def work_of(self, pool: str, role: Role) -> str:
+        return self.scaling.pools[pool].model or role
+
+    def count(self, work: str) -> int:
+        return sum(self.work_of(pool, each) == work for pool, roles in self.roles.items() for each in roles.values())
 
     def run(self, seconds: int) -> list[Resize | Flip]:
         """Let time pass. Return the decisions made meanwhile."""
@@ -51,7 +59,8 @@ class Pools:
             self.now += 1
             for pool, roles in self.roles.items():
                 for name, role in roles.items():
-                    self.done[name] = self.done.get(name, 0.0) + min(self.load.get(role, 0.0) / self.count(role), 1.0)
+                    work = self.work_of(pool, role)
+                    self.done[name] = self.done.get(name, 0.0) + min(self.load.get(work, 0.0) / self.count(work), 1.0)
                     if name not in self.joined:
                         self.joined.add(name)
                         self.scaling.join(name, pool, profile(role=self.scaling.pools[pool].role))
@@ -64,6 +73,10 @@ class Pools:
                     self.roles[pool][action.replica] = action.role
                 else:
                     self.resize(action)
+            for at, pool in [each for each in self.starting if each[0] <= self.now]:
+                self.starting.remove((at, pool))
+                roles = self.roles[pool]
+                roles[f"{pool}-{self.now:.0f}.{len(roles)}"] = self.scaling.pools[pool].role
         return self.log[before:]
 
     def resize(self, action: Resize) -> None:
@@ -72,11 +85,11 @@ class Pools:
             name = next((name for name, role in roles.items() if role == home), next(iter(roles)))
             del roles[name]
             self.scaling.leave(name)
-        while len(roles) < action.replicas:
-            roles[f"{action.pool}-{self.now:.0f}.{len(roles)}"] = home
+        for _ in range(action.replicas - len(roles) - sum(pool == action.pool for _, pool in self.starting)):
+            self.starting.append((self.now + self.start_s, action.pool))
 
     def live(self, name: str, role: Role) -> LiveProfile:
-        streams = (0, -(-self.streams.get(role, 0) // self.count(role)), 0)
+        streams = (0, -(-self.streams.get(role, 0) // max(self.count(role), 1)), 0)
         return live(int(self.now), role=role, streams=streams, done_seconds=self.done[name], is_paused=self.asleep)
 
 
