@@ -2,14 +2,13 @@
 
 from typing import Any
 
-from crossdock.router.actions import Accepted, Action, Fail, PlaceAgain, ReplicaLost, Submit
+from crossdock.router.actions import Accepted, Action, Fail, PlaceAgain
 from crossdock.router.fleet import Fleet
 from crossdock.router.request_life import RequestLife
 from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.submission import Leg, SamplingParams, Submission
 from tests.router.replicas import fleet_of, profile
-
-LOSS = ReplicaLost("out of reach")
+from tests.router.test_request_life import LOSS, submits
 
 
 def two_formats(**config: Any) -> Fleet:
@@ -23,8 +22,7 @@ def begin(fleet: Fleet, num_tokens: int) -> tuple[RequestLife, str]:
     life = RequestLife(Submission("r", [7] * 400, SamplingParams(max_tokens=9)), fleet, 0.0)
     for name in ("fp8/0", "fp8/1"):
         fleet.leave(name)
-    (submit,) = life.place(0.0)
-    assert isinstance(submit, Submit)
+    (submit,) = submits(life.place(0.0))
     assert life.taken(submit.replica, 0, 1, 0.0) == [Accepted()]
     if num_tokens:
         life.tokens(submit.replica, TokenDelta("r", list(range(num_tokens)), 0, 0), 0.0)
@@ -43,8 +41,7 @@ def after_loss(life: RequestLife, replica: str) -> list[Action]:
 
 def test_stream_goes_on_only_at_replicas_of_its_own_weights() -> None:
     life, first = begin(two_formats(), 2)
-    (submit,) = after_loss(life, first)
-    assert isinstance(submit, Submit)
+    (submit,) = submits(after_loss(life, first))
     assert {first, submit.replica} == {"bf16/0", "bf16/1"}
     assert submit.submission.output_token_ids == (0, 1)
     life.taken(submit.replica, 1, 1, 1.0)
@@ -56,15 +53,13 @@ def test_stream_goes_on_only_at_replicas_of_its_own_weights() -> None:
 
 def test_request_without_a_token_goes_on_at_replicas_of_any_weights() -> None:
     life, first = begin(two_formats(), 0)
-    (submit,) = after_loss(life, first)
-    assert isinstance(submit, Submit)
+    (submit,) = submits(after_loss(life, first))
     assert submit.replica.startswith("fp8"), "the faster ones"
 
 
 def test_stream_goes_on_at_replicas_of_any_weights_where_the_router_mixes_them() -> None:
     life, first = begin(two_formats(unlike_weights="mixed"), 2)
-    (submit,) = after_loss(life, first)
-    assert isinstance(submit, Submit)
+    (submit,) = submits(after_loss(life, first))
     assert submit.replica.startswith("fp8")
     assert submit.submission.output_token_ids == (0, 1)
 
@@ -78,8 +73,7 @@ def test_stream_of_a_replica_of_unknown_weights_goes_on_anywhere() -> None:
     life.taken("old", 0, 1, 0.0)
     life.tokens("old", TokenDelta("r", [0], 0, 0), 0.0)
     fleet.join("new", profile(weights="bf16"), 0.0)
-    (submit,) = after_loss(life, "old")
-    assert isinstance(submit, Submit)
+    (submit,) = submits(after_loss(life, "old"))
     assert submit.replica == "new"
 
 
@@ -90,16 +84,12 @@ def test_stream_of_a_pair_goes_on_with_the_weights_of_its_decode_replica() -> No
     fleet = fleet_of(profiles, shipping="always", unlike_weights="apart")
     fleet.leave("prefill bf16")
     life = RequestLife(Submission("r", [7] * 400, SamplingParams(max_tokens=9)), fleet, 0.0)
-    receive, send = life.place(0.0)
-    assert isinstance(receive, Submit)
-    assert isinstance(send, Submit)
+    receive, send = submits(life.place(0.0))
     life.taken(receive.replica, 0, 1, 0.0)
     life.taken(send.replica, 0, 1, 0.0)
     life.tokens(send.replica, TokenDelta("r", [0], 0, 0), 0.0)
     fleet.join("prefill bf16", profiles["prefill bf16"], 0.0)
-    again, other = after_loss(life, receive.replica)
-    assert isinstance(again, Submit)
-    assert isinstance(other, Submit)
+    again, other = submits(after_loss(life, receive.replica))
     assert [(each.replica.split()[0], each.submission.leg) for each in (again, other)] == [
         ("decode", Leg.RECEIVE),
         ("prefill", Leg.SEND),
