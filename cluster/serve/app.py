@@ -31,7 +31,7 @@ def build(args: ClusterConfig) -> serve.Application:
     Where `num_gpus` is null, the pool's ranks have a GPU each if Ray's cluster has any now.
     """
     num_gpus = visible_gpus()
-    models = [with_num_gpus(each, lambda _: num_gpus > 0).with_slow_promises() for each in args.each_model]
+    models = [with_num_gpus(each, num_gpus > 0).with_slow_promises() for each in args.each_model]
     pools = [(each, pool) for each in models for pool in each.pools]
     engines = {pool.name: engine_deployment(each, pool) for each, pool in pools}
     ingress = serve.deployment(

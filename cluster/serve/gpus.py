@@ -5,13 +5,13 @@ from collections.abc import Callable, Iterator, Sequence
 from crossdock.cluster.config import ClusterConfig, PoolConfig
 
 
-def with_num_gpus(config: ClusterConfig, has_gpus: Callable[[PoolConfig], bool]) -> ClusterConfig:
+def with_num_gpus(config: ClusterConfig, has_gpus: bool) -> ClusterConfig:
     """Return the configuration with a number for every `num_gpus` that is null: 1 where `has_gpus`, else 0.
 
     Without a number Ray would reserve no GPU and hide none: all ranks of a machine would use its first one.
     """
     pools = tuple(
-        pool.model_copy(update={"num_gpus": float(pool.emulated is None and has_gpus(pool))})
+        pool.model_copy(update={"num_gpus": float(pool.emulated is None and has_gpus)})
         if pool.num_gpus is None
         else pool
         for pool in config.pools

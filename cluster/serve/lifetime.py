@@ -147,7 +147,7 @@ def _on_one_node(config: ClusterConfig) -> ClusterConfig:
 def _require_devices(config: ClusterConfig) -> None:
     """Raise StartFailed if this machine has too few GPUs, or too few cores or bytes for several models."""
     num_gpus = visible_gpus()
-    models = [with_num_gpus(each, lambda _: num_gpus > 0) for each in config.each_model]
+    models = [with_num_gpus(each, num_gpus > 0) for each in config.each_model]
     try:
         if config.models:
             check_cores_suffice(models, os.cpu_count() or 1)

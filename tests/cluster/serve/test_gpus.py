@@ -87,7 +87,7 @@ def test_number_that_ranks_cannot_use_is_refused(pool: dict[str, Any], message: 
     ],
 )
 def test_machine_with_too_few_gpus_names_the_settings(pools: list[Any], num_gpus: int, named: str) -> None:
-    config = with_num_gpus(load(None, {"pools": pools}), lambda _: num_gpus > 0)
+    config = with_num_gpus(load(None, {"pools": pools}), num_gpus > 0)
     with pytest.raises(ValueError, match=f"this machine has {num_gpus}") as error:
         check_gpus_suffice([config], num_gpus)
     assert named in str(error.value)
@@ -110,7 +110,7 @@ def test_server_on_machine_with_too_few_gpus_does_not_start(monkeypatch: pytest.
     ],
 )
 def test_machine_with_enough_gpus_is_accepted(pools: list[Any], num_gpus: int) -> None:
-    check_gpus_suffice([with_num_gpus(load(None, {"pools": pools}), lambda _: num_gpus > 0)], num_gpus)
+    check_gpus_suffice([with_num_gpus(load(None, {"pools": pools}), num_gpus > 0)], num_gpus)
 
 
 @pytest.mark.parametrize(("device", "num_gpus"), [("auto", None), ("cpu", 0), ("cuda", 1)])
