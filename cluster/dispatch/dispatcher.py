@@ -13,7 +13,7 @@ from typing import Any, Protocol
 from crossdock.cluster.dispatch.attempt import Attempt, DeltaReader
 from crossdock.cluster.dispatch.connections import ReplicaConnection, ReplicaConnections, SlowReader
 from crossdock.cluster.dispatch.engine_client import EngineClient, RemoteMethod
-from crossdock.cluster.dispatch.gate import MOST_WAIT_S, Gate, PauseMode
+from crossdock.cluster.dispatch.gate import Gate, PauseMode
 from crossdock.cluster.dispatch.ingress_metrics import IngressMetrics, merge_metrics
 from crossdock.cluster.dispatch.loop_clock import LoopClock
 from crossdock.cluster.dispatch.shared_answer import SharedAnswer
@@ -90,30 +90,27 @@ class Dispatcher:
         most_queued: int | Shares = MOST_QUEUED,
         vllm_metrics: bool = False,
         metrics_hold_s: float = 1.0,
-        most_paused_s: float = MOST_WAIT_S,
     ) -> None:
         """`ingress_texts` fetches the metrics of all ingresses, by name; None: this is the only one.
 
         `most_queued`: requests that may wait for their first token; further ones are refused. Shares: those of all
-        models. `vllm_metrics`: whether
-        metrics are shown under vLLM's names too. `metrics_hold_s`: how long their text is given to all who ask.
-        `most_paused_s`: how long a request may wait while generation is paused.
+        models. `vllm_metrics`: whether metrics are shown under vLLM's names too. `metrics_hold_s`: how long their text
+        is given to all who ask.
         """
         self._model_name = model_name
         self._created = int(time.time())
         self._card: ModelCard | None = None
         self._timeouts = timeouts
         self._most_placements = most_placements
-        self._queue = (
-            Shares(most_queued) if isinstance(most_queued, int) else most_queued
-        )  # of tenants: their requests in flight that have no token so far
+        # Of tenants: their requests in flight that have no token so far.
+        self._queue = Shares(most_queued) if isinstance(most_queued, int) else most_queued
         self.fleet = Fleet(router or RouterConfig.model_validate({}))  # the replicas that are up
         self._vllm_model = model_name if vllm_metrics else None
         self.metrics = IngressMetrics(self._vllm_model)
         self.clock = LoopClock()  # of all that replicas and requests are waited for
         self._connections = ReplicaConnections(self.fleet, self._timeouts, self.clock)
         self._suspects = SuspectTurns(timeouts.suspect_s)
-        self.gate = Gate(most_paused_s)
+        self.gate = Gate()
         self._lives: dict[str, RequestLife] = {}  # by request, those in flight
         self._ingress_texts = ingress_texts or self._own_text
         self._metrics_text: SharedAnswer[str] = SharedAnswer(self._scrape, self._connections.spawn, metrics_hold_s)

@@ -18,9 +18,7 @@ class GenerationPaused(ReplicaLost):
 class Gate:
     """The requests of one ingress that have passed, by id, and whether more may. Belongs to one event loop."""
 
-    def __init__(self, most_wait_s: float = MOST_WAIT_S) -> None:
-        """`most_wait_s`: seconds that a request may wait here."""
-        self._most_wait_s = most_wait_s
+    def __init__(self) -> None:
         self.cut: set[str] = set()  # requests that have passed and are to end now
         self._inside: set[str] = set()
         self._begins, self._places = asyncio.Event(), asyncio.Event()
@@ -38,7 +36,7 @@ class Gate:
 
     async def enter(self, request_id: str) -> None:
         """Wait until requests may begin, and count one as inside. GenerationPaused: it took too long."""
-        await _opened(self._begins, self._most_wait_s)
+        await _opened(self._begins)
         self._inside.add(request_id)
 
     def leave(self, request_id: str) -> None:
@@ -49,7 +47,7 @@ class Gate:
 
     async def place(self) -> None:
         """Wait until an attempt at a request that is inside may be placed. GenerationPaused: it took too long."""
-        await _opened(self._places, self._most_wait_s)
+        await _opened(self._places)
 
     def close(self, mode: PauseMode) -> None:
         """Let no request begin. In mode `keep`, those inside are not placed again; in mode `abort` they are `cut`."""
@@ -66,11 +64,11 @@ class Gate:
             await self._left.wait()
 
 
-async def _opened(event: asyncio.Event, seconds: float) -> None:
+async def _opened(event: asyncio.Event) -> None:
     if event.is_set():  # the usual case; a clock for each request would cost more than all of this file
         return
     try:
-        async with asyncio.timeout(seconds):
+        async with asyncio.timeout(MOST_WAIT_S):
             await event.wait()
     except TimeoutError:
-        raise GenerationPaused(f"Generation has been paused for {seconds:.0f} s") from None
+        raise GenerationPaused(f"Generation has been paused for {MOST_WAIT_S:.0f} s") from None

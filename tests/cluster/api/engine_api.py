@@ -14,7 +14,6 @@ from crossdock.cluster.api.http.listener import listen
 from crossdock.cluster.api.http.tiers import Tiers
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import MOST_QUEUED, Dispatcher
-from crossdock.cluster.dispatch.gate import MOST_WAIT_S
 from crossdock.cluster.dispatch.rollouts import Rollouts
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.replica.config import EngineConfig
@@ -47,13 +46,12 @@ class EngineApi:
         most_queued: int = MOST_QUEUED,
         tenant_header: str | None = None,
         http: Any = None,
-        gate_s: float = MOST_WAIT_S,
         **engine: Any,
     ) -> None:
         defaults = {"kv_cache_memory": ByteSize(4 << 20), "slo_classes": CLASSES, "enable_prefix_caching": False}
         config = EngineConfig.model_validate(defaults | engine)
         self.replicas = [InProcess(config) for _ in range(num_replicas)]
-        self.dispatcher = Dispatcher("tiny", router, most_queued=most_queued, most_paused_s=gate_s)
+        self.dispatcher = Dispatcher("tiny", router, most_queued=most_queued)
         fields = {"api_keys": keys, "tenant_header": tenant_header, **(http or {})}
         settings = HttpConfig.model_validate(fields)
         tiers = Tiers(config.slo_classes, config.default_slo_class)

@@ -3,7 +3,10 @@
 import asyncio
 from pathlib import Path
 
+import pytest
+
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
+from crossdock.cluster.dispatch import gate
 from crossdock.workers.model.checksums import checksums_in
 from crossdock.workers.replica.serving.metrics import EngineMetrics
 from tests.cluster.api.engine_api import EngineApi
@@ -32,8 +35,11 @@ async def test_pause_ends_running_requests_with_finish_reason_abort(tokenizer: M
         assert refused.json()["error"]["param"] == "mode"
 
 
-async def test_request_that_waits_too_long_for_resume_is_answered_with_the_reason(tokenizer: ModelTokenizer) -> None:
-    async with EngineApi(tokenizer, http={"rollouts": True}, gate_s=0.05) as api:
+async def test_request_that_waits_too_long_for_resume_is_answered_with_the_reason(
+    tokenizer: ModelTokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gate, "MOST_WAIT_S", 0.05)
+    async with EngineApi(tokenizer, http={"rollouts": True}) as api:
         await api.http.post("/pause?mode=keep")
         answer = await api.http.post("/v1/completions", json=STREAM)
         assert answer.status_code == 503
