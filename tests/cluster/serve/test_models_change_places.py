@@ -1,7 +1,6 @@
 """Two models on two places of one machine follow the demand, from one model to the other and back; in the soak."""
 
 import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -10,6 +9,7 @@ import httpx
 import pytest
 
 from crossdock.cluster.config_file import load
+from tests.cluster.clients import Clients
 from tests.cluster.ports import free_port
 from tests.cluster.serve.pools.served_pools import deployed, processes
 from tests.waiting import eventually
@@ -41,31 +41,6 @@ def sizes() -> tuple[int, int]:
     return len(processes("day-mixed")), len(processes("night-mixed"))
 
 
-class Clients:
-    """Clients that ask one of the models, the next request after each answer."""
-
-    def __init__(self, url: str) -> None:
-        self.url, self.model, self.failed, self.num_ok = url, "day", list[str](), 0
-        self.ended = threading.Event()
-        self.threads = [threading.Thread(target=self.run, daemon=True) for _ in range(CLIENTS)]
-        for thread in self.threads:
-            thread.start()
-
-    def run(self) -> None:
-        while not self.ended.is_set():
-            body = {"model": self.model, "prompt": "The harbour", "max_tokens": 60, "ignore_eos": True}
-            answer = httpx.post(f"{self.url}/v1/completions", json=body, timeout=300)
-            if answer.status_code == 200:
-                self.num_ok += 1
-            else:
-                self.failed.append(answer.text)
-
-    def stop(self) -> None:
-        self.ended.set()
-        for thread in self.threads:
-            thread.join(300)
-
-
 def seconds_until(holds: Callable[[], bool]) -> float:
     begun = time.monotonic()
     eventually(holds, lambda: f"sizes are {sizes()}", 280)
@@ -74,17 +49,20 @@ def seconds_until(holds: Callable[[], bool]) -> float:
 
 def test_two_models_change_places_by_demand_and_back_without_a_failed_request(url: str) -> None:
     assert sizes() == (0, 0)
-    clients = Clients(url)
-    try:
+    asked = {"model": "day", "prompt": "The harbour", "max_tokens": 60, "ignore_eos": True}
+
+    def ask(_: int) -> None:
+        answer = httpx.post(f"{url}/v1/completions", json=asked, timeout=300)
+        assert answer.status_code == 200, answer.text
+
+    with Clients(CLIENTS, ask) as clients:
         for model, wanted in (("day", (2, 0)), ("night", (0, 2)), ("day", (2, 0))):
-            clients.model = model
+            asked["model"] = model
             before = clients.num_ok
             answered = seconds_until(lambda before=before: clients.num_ok > before + CLIENTS)  # type: ignore[misc]
             moved = seconds_until(lambda wanted=wanted: sizes() == wanted)  # type: ignore[misc]
             line = f"{model}: answers after {answered:.1f} s, both replicas after {answered + moved:.1f} s\n"
             sys.stdout.write(line)
-    finally:
-        clients.stop()
     for each in httpx.get(f"{url}/v1/scaling", timeout=30).json()["data"]:
         sys.stdout.write(f"{each['pool']}: {each['replicas_before']} to {each['replicas']}, {each['reason']}\n")
-    assert not clients.failed, clients.failed[0]
+    assert not clients.problems, clients.problems[0]

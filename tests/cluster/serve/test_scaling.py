@@ -1,6 +1,5 @@
 """On a real Ray a pool grows under load and shrinks without load, a role follows the requests, and none fails."""
 
-import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -10,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.cluster.clients import Clients
 from tests.cluster.serve.pools import served_pools as pools
 from tests.waiting import eventually
 
@@ -44,20 +44,15 @@ def keeps_two(holds: Callable[[], bool]) -> bool:
 
 
 def test_pool_grows_under_load_and_shrinks_without_failing_a_request(ray_cluster: None, small_model_dir: Path) -> None:
-    ended, failed = threading.Event(), []
     with pools.deployment(small_model_dir, ({"name": "mixed", "max_replicas": 2},), SETTINGS) as url:
 
-        def keep_busy() -> None:
+        def ask(_: int) -> None:
             body = {"model": "smol", "prompt": "The harbour", "max_tokens": 100, "ignore_eos": True}
-            while not ended.is_set():
-                answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
-                if answer.status_code != 200 or answer.json()["usage"]["completion_tokens"] != 100:
-                    failed.append(answer.text)
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+            assert answer.status_code == 200, answer.text
+            assert answer.json()["usage"]["completion_tokens"] == 100
 
-        clients = [threading.Thread(target=keep_busy, daemon=True) for _ in range(12)]
-        try:
-            for client in clients:
-                client.start()
+        with Clients(12, ask) as clients:
             wait_until_up(2)
             decision = (decisions(url) or [])[-1]
             assert (decision["pool"], decision["replicas_before"], decision["replicas"]) == ("mixed", 1, 2)
@@ -69,13 +64,8 @@ def test_pool_grows_under_load_and_shrinks_without_failing_a_request(ray_cluster
             eventually(partial(keeps_two, lambda: decisions(url) == []), seconds=120)  # none: another scaler has begun
             end = time.monotonic() + 4  # longer than a scaler takes to shrink a pool
             eventually(partial(keeps_two, lambda: time.monotonic() > end))
-            ended.set()
-            for client in clients:
-                client.join(120)
-            wait_until_up(1)
-        finally:
-            ended.set()
-    assert not failed
+        wait_until_up(1)
+    assert not clients.problems
 
 
 @pytest.mark.soak  # the test above has the scaler on a real Ray, test_pools a role that changes under load
@@ -83,36 +73,25 @@ def test_scaler_assigns_an_idle_decode_replica_to_prefill_under_prompts(
     ray_cluster: None, small_model_dir: Path
 ) -> None:
     """Prompts without an output keep prefill busy and decode idle. Neither pool may grow."""
-    ended, failed = threading.Event(), list[str]()
     with pools.deployment(small_model_dir, pools.PAIR, {"scaling": FLIPPING}) as url:
 
-        def send(number: int) -> None:
-            while not ended.is_set():
-                number += 4
-                body = {"model": "smol", "input": pools.prompt(number, 2000)}
-                answer = httpx.post(f"{url}/v1/embeddings", json=body, timeout=120)
-                if answer.status_code != 200:
-                    failed.append(answer.text)
+        def ask(number: int) -> None:
+            body = {"model": "smol", "input": pools.prompt(number, 2000)}
+            answer = httpx.post(f"{url}/v1/embeddings", json=body, timeout=120)
+            assert answer.status_code == 200, answer.text
 
         def flips() -> list[dict[str, Any]]:
             return [each for each in decisions(url) or () if each["error"] is None and each.get("role") == "prefill"]
 
-        clients = [threading.Thread(target=send, args=(number,), daemon=True) for number in range(4)]
-        try:
-            for client in clients:
-                client.start()
+        with Clients(4, ask) as clients:
             flip = eventually(flips, "no role changed", 120)[0]
             before = pools.sample_of(url, "crossdock_prompt_tokens_total", flip["replica"])
             eventually(
                 lambda: pools.sample_of(url, "crossdock_prompt_tokens_total", flip["replica"]) > before,
                 "the replica computes no prompt in its new role",
             )
-        finally:
-            ended.set()
-            for client in clients:
-                client.join(120)
         assert flip["replica"] in pools.processes("decode")
         assert flip["role_before"] == "decode"
         assert flip["load"]["replicas"] == 1
         assert flip["load"]["demand"] > FLIPPING["utilisation"], "this decided it"
-        assert not failed
+        assert not clients.problems

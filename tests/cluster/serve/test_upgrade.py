@@ -1,9 +1,6 @@
 """The application is deployed again with another configuration while clients stream: every process is replaced, and no
 stream loses or changes a token."""
 
-import json
-import threading
-import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -18,12 +15,13 @@ from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.app import build
 from tests.cluster.api.http.otlp_collector import collector
+from tests.cluster.clients import Clients
+from tests.cluster.deploy.streaming_clients import PROMPTS, stream
 from tests.cluster.ports import free_port
 from tests.waiting import eventually
 from tests.workers.architectures import build as build_model
 
 APP = "upgrade"
-PROMPTS = [[3 + (number * 7 + place * place) % 100 for place in range(20 + 12 * number)] for number in range(8)]
 
 
 def config(
@@ -35,7 +33,7 @@ def config(
     """
     settings: dict[str, Any] = {
         "model.path": str(folder),
-        "model.served_name": "tiny",
+        "model.served_name": "small",
         "model.dtype": "float32",
         "http.port": port,
         "http.replicas": 2,
@@ -50,57 +48,6 @@ def config(
     if len(pools) > 1:
         settings |= {"router.shipping": "always", "transfer.host": "127.0.0.1"}
     return load(None, settings)
-
-
-class Clients:
-    """Four clients. Each streams one prompt after the other, slowly: streams live while replicas come and go."""
-
-    def __init__(self, url: str) -> None:
-        self.url = url
-        self.wanted = [self.stream(number) for number in range(len(PROMPTS))]
-        self.done = 0
-        self.problems: list[str] = []
-        self._enough = threading.Event()
-        self._threads = [threading.Thread(target=self._run, args=(number,), daemon=True) for number in range(4)]
-
-    def stream(self, number: int, pause: float = 0.0) -> list[int]:
-        """Return the tokens of a streamed answer to a prompt. `pause`: seconds after each token."""
-        body = {"model": "tiny", "prompt": PROMPTS[number], "max_tokens": 60, "ignore_eos": True, "stream": True}
-        body |= {"seed": number, "temperature": 0.8, "return_token_ids": True}
-        tokens: list[int] = []
-        with httpx.stream("POST", f"{self.url}/v1/completions", json=body, timeout=60) as answer:
-            assert answer.status_code == 200, answer.read()
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    event: dict[str, Any] = json.loads(line.removeprefix("data: "))
-                    assert "error" not in event, event
-                    for choice in event["choices"]:
-                        tokens += choice["token_ids"]
-                    time.sleep(pause)
-        return tokens
-
-    def _run(self, number: int) -> None:
-        while not self._enough.is_set():
-            number = (number + 1) % len(PROMPTS)
-            try:
-                tokens = self.stream(number, 0.03)
-            except Exception as error:
-                self.problems.append(f"{type(error).__name__}: {error}")
-            else:
-                self.done += 1
-                if tokens != self.wanted[number]:
-                    self.problems.append(f"prompt {number} has other tokens, or {len(tokens)}")
-
-    def __enter__(self) -> "Clients":
-        for thread in self._threads:
-            thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._enough.set()
-        for thread in self._threads:
-            thread.join(60)
-            assert not thread.is_alive(), "a stream hangs"
 
 
 def budgets(url: str) -> dict[str, int]:
@@ -142,7 +89,14 @@ def test_upgrade_under_load_replaces_every_process_and_drops_no_stream(
         serve.run(build(config(tmp_path, port, 128, traces, pools, is_direct)), name=APP)
         before = eventually(lambda: found if len(found := budgets(url)) >= size else None)
         assert before is not None
-        with Clients(url) as clients:
+        wanted = [stream(url, "any", number, 0.0) for number in range(len(PROMPTS))]
+
+        def ask(turn: int) -> None:
+            number = turn % len(PROMPTS)
+            tokens = stream(url, "any", number, 0.02)
+            assert tokens == wanted[number], f"prompt {number} has other tokens, or {len(tokens)}"
+
+        with Clients(4, ask) as clients:  # slow ones: streams live while replicas come and go
             serve.run(
                 build(config(tmp_path, port, 96, traces, pools, is_direct)), name=APP
             )  # returns once all is of this configuration
@@ -150,8 +104,8 @@ def test_upgrade_under_load_replaces_every_process_and_drops_no_stream(
                 lambda: len(after := budgets(url)) >= size and not before.keys() & after.keys(),
                 lambda: f"{before} became {budgets(url)}",
             )
-            after, done = budgets(url), clients.done
-            eventually(lambda: clients.done >= done + 8, "the new replicas do not serve", 180)
+            after, done = budgets(url), clients.num_ok
+            eventually(lambda: clients.num_ok >= done + 8, "the new replicas do not serve", 180)
         try:
             serve.delete(APP)
         except TimeoutError as error:
@@ -161,7 +115,7 @@ def test_upgrade_under_load_replaces_every_process_and_drops_no_stream(
     assert not clients.problems
     assert set(before.values()) == {128}
     assert set(after.values()) == {96}
-    assert clients.done > 16
+    assert clients.num_ok > 16
     spans = [
         span
         for message in received
@@ -171,7 +125,7 @@ def test_upgrade_under_load_replaces_every_process_and_drops_no_stream(
     ]
     roots = {span.span_id for span in spans if span.name == "POST /v1/completions"}
     # Those of replaced ingresses included: they send their spans before they end.
-    assert len(roots) == clients.done + len(PROMPTS)
+    assert len(roots) == clients.num_ok + len(PROMPTS)
     served = {span.parent_span_id for span in spans if span.name in ("serve", "prefill", "decode")}
     assert served
     assert served <= roots  # not all: the timelines of a replica that has left are lost
