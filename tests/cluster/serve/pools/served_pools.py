@@ -283,11 +283,14 @@ def prompt_tokens(url: str, replicas: list[str]) -> dict[str, float]:
     return {name: sample_of(url, "crossdock_prompt_tokens_total", name) for name in replicas}
 
 
-def ingress_sample(url: str, name: str) -> float:
-    """Return a metric's value at the one ingress."""
+def metric(url: str, name: str, may_be_absent: bool = False) -> float:
+    """Return the sum of a metric's samples over labels, 0 if it may be absent. `name` may end in a label that must
+    match."""
+    name, _, label = name.partition("{")
     lines = scrape(url).splitlines()
-    (line,) = (line for line in lines if line.startswith(name + "{"))
-    return float(line.rsplit(" ", 1)[1])
+    found = [line for line in lines if line.startswith((f"{name} ", f"{name}{{")) and label in line]
+    assert found or may_be_absent, f"no sample of {name}"
+    return sum(float(line.rsplit(" ", 1)[1]) for line in found)
 
 
 def wait_until_whole(url: str, replicas: int = 1 + DECODES, *idle: str) -> None:

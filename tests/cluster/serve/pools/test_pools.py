@@ -249,14 +249,14 @@ def test_replicas_that_drain_end_their_work_and_get_no_other(url: str, local: En
     """No stream of a decode replica is moved or computed twice. A prefill replica ships the prompts that it has begun;
     prompts that come meanwhile are computed where they are decoded. The deployment ends without the two."""
     prompts = [prompt(70 + number, 600) for number in range(4)]
-    placed_again = pools.ingress_sample(url, "crossdock_ingress_placed_again_total")
+    placed_again = pools.metric(url, "crossdock_ingress_placed_again_total")
     streams = [Stream(url, tokens, 250) for tokens in prompts]
     eventually(lambda: all(stream.tokens for stream in streams))
     pools.scale("decode", 1)
     late = Stream(url, prompts[0], 250)
     for asked, stream in zip([*prompts, prompts[0]], [*streams, late], strict=True):
         assert_greedy(oracle, asked, stream.result(), 250)
-    assert pools.ingress_sample(url, "crossdock_ingress_placed_again_total") == placed_again
+    assert pools.metric(url, "crossdock_ingress_placed_again_total") == placed_again
 
     decodes = list(processes("decode"))
     before = pools.prompt_tokens(url, decodes)
