@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,9 @@ from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.serve.media import open_media
 from crossdock.workers.replica.engine.engine import Engine
-from tests.cluster.api.engine_api import all_up
 from tests.cluster.api.media.picture_models import MODELS, data_url, encoded, image_part
 from tests.cluster.api.one_model import one_model_api
-from tests.cluster.dispatch.in_process import InProcess
+from tests.cluster.dispatch.in_process import InProcess, serving
 from tests.workers.multimodal import CONFIGS
 
 KIND = "qwen3_vl"  # adds embeddings after its first layers too, so that a row is several vectors
@@ -66,18 +66,10 @@ async def undisturbed(model: Path, engine: Engine, bodies: Sequence[Mapping[str,
     tokenizer = ModelTokenizer(AutoTokenizer.from_pretrained(model))
     media = open_media(model, tokenizer, HttpConfig())
     assert media is not None
-    dispatcher, replica = Dispatcher("tiny"), InProcess(engine=engine)
-    app = one_model_api(dispatcher, tokenizer, HttpConfig(), media=media)
-    try:
-        dispatcher.join("one", replica, replica.profile)
-        await all_up(dispatcher, 1)
-        async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=120
-        ) as http:
-            answers = [await http.post("/v1/chat/completions", json=dict(body)) for body in bodies]
-        assert all(answer.status_code == 200 for answer in answers), answers[0].text
-        return [answer.json()["choices"][0]["token_ids"] for answer in answers]
-    finally:
-        await dispatcher.close()
-        await replica.engine_thread.close()
-        media.close()
+    with closing(media):
+        async with serving(Dispatcher("tiny"), one=InProcess(engine=engine)) as dispatcher:
+            app = httpx.ASGITransport(one_model_api(dispatcher, tokenizer, HttpConfig(), media=media))
+            async with httpx.AsyncClient(transport=app, base_url="http://localhost", timeout=120) as http:
+                answers = [await http.post("/v1/chat/completions", json=dict(body)) for body in bodies]
+    assert all(answer.status_code == 200 for answer in answers), answers[0].text
+    return [answer.json()["choices"][0]["token_ids"] for answer in answers]
