@@ -38,7 +38,7 @@ class ColdStart:
         self._is_up = is_up
         self._remaining = SharedAnswer(ask, spawn, _ASK_S)
 
-    async def wait(self, patience_s: float = MOST_WAIT_S) -> float:
+    async def wait(self, patience_s: float) -> float:
         """Wait until a replica is up. Returns the seconds that this took.
 
         Raises:
