@@ -181,14 +181,6 @@ class Engine:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def pause(self) -> None:
-        """Begin no step until `resume`. Once the steps in flight have ended, requests and pages stay as they are."""
-        self.scheduler.pause(is_paused=True)
-
-    def resume(self) -> None:
-        """Go on after `pause`, with the same tokens."""
-        self.scheduler.pause(is_paused=False)
-
     def step(self) -> Step:
         """Schedule, execute, update: begin as many steps as may be in flight, then end the oldest.
 

@@ -172,10 +172,10 @@ class Controls:
         return self._sleep.lacks
 
     def _stop(self) -> None:
-        self._engine.pause()
+        self._engine.scheduler.pause(is_paused=True)
         self._thread.finish_steps()
         self._thread.publisher.renew()
 
     def _go_on(self) -> None:
-        self._engine.resume()
+        self._engine.scheduler.pause(is_paused=False)
         self._thread.publisher.renew()

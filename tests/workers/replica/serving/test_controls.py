@@ -38,9 +38,9 @@ class Weights:
 def replica() -> tuple[Controls, Weights]:
     """Return a replica that has just restarted, and its weights. Its thread computes no steps."""
     weights = Weights()
-    scheduler = SimpleNamespace(weights=WeightVersion(0, "", "", ""), is_paused=True)
+    scheduler = SimpleNamespace(weights=WeightVersion(0, "", "", ""), is_paused=True, pause=lambda is_paused: None)
     scheduler.change_weights = lambda version: setattr(scheduler, "weights", version)
-    engine = SimpleNamespace(scheduler=scheduler, executor=SimpleNamespace(new_weights=weights), pause=lambda: None)
+    engine = SimpleNamespace(scheduler=scheduler, executor=SimpleNamespace(new_weights=weights))
 
     async def call(work: Any) -> None:
         await asyncio.sleep(0)  # others have their turn, as while the thread works
