@@ -29,7 +29,7 @@ def warm_up(engine: Engine) -> SchedulingProfile:
 
     From then on the scheduler predicts. Returns the profile that the replica advertises.
     """
-    config, model, pages = engine.config, engine.model, engine.pages
+    model, pages = engine.model, engine.pages
     prompt = [position % model.vocab_size for position in range(min(64, model.max_model_len - 4))]
     engine.add(Submission("warm-up", prompt, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)))
     while engine.has_work:
@@ -44,23 +44,11 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         if pictures := _encoder_sweep(engine):
             engine.calibrate_encoder(pictures)
     return SchedulingProfile(
-        max_model_len=model.max_model_len,
-        vocab_size=model.vocab_size,
-        page_size=config.page_size,
-        num_pages=pages.num_pages,
+        **engine.settings,
         windows=pages.windows,
         state_pages=pages.state_pages,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        max_num_seqs=config.max_num_seqs,
-        slo_classes=config.slo_classes,
-        chunk_policy=config.chunk_policy,
-        min_chunk_tokens=config.min_chunk_tokens or config.page_size,
-        admission=config.admission,
-        page_bytes=engine.page_bytes,
         tensor_parallel_size=model.part.position.tensor_size,
         pipeline_parallel_size=model.part.position.num_stages,
-        runs_ahead=engine.pipeline.is_ahead,
-        caches_prefixes=config.enable_prefix_caching,
         kernels=model.kernels,
         cost=fit.cost,
         encoder_cost=engine.encoder_fit.cost if engine.encoder_fit is not None else None,

@@ -219,23 +219,7 @@ def emulated_engine(
 
 def advertised(engine: Engine, profile: SchedulingProfile) -> SchedulingProfile:
     """Return the profile that an emulated replica advertises: `profile`, with the settings of its engine."""
-    config, executor = engine.config, engine.executor
-    settings = config.model_dump(include={"max_num_batched_tokens", "max_num_seqs", "chunk_policy", "admission"})
-    return profile.model_copy(
-        update={
-            **settings,
-            "slo_classes": config.slo_classes,
-            "page_size": config.page_size,
-            "min_chunk_tokens": config.chunk_floor,
-            "num_pages": engine.pages.num_pages,
-            "page_bytes": engine.page_bytes,
-            "runs_ahead": executor.is_ahead,
-            "caches_prefixes": config.enable_prefix_caching,
-            "max_model_len": executor.max_model_len,
-            "vocab_size": executor.vocab_size,
-            "tiers": (),
-        }
-    )
+    return profile.model_copy(update={**engine.settings, "tiers": ()})
 
 
 def _calibrate(engine: Engine, profile: SchedulingProfile) -> None:

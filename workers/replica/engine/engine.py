@@ -89,6 +89,21 @@ class Engine:
         return sum(spec.layouts_of(rank)[0].page_bytes for rank in range(len(spec.shards)))
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The fields of a `SchedulingProfile` that say how this engine is set up."""
+        names = ("page_size", "max_num_batched_tokens", "max_num_seqs", "slo_classes", "chunk_policy", "admission")
+        return {
+            **{name: getattr(self.config, name) for name in names},
+            "min_chunk_tokens": self.config.chunk_floor,
+            "max_model_len": self.executor.max_model_len,
+            "vocab_size": self.executor.vocab_size,
+            "num_pages": self.pages.num_pages,
+            "page_bytes": self.page_bytes,
+            "runs_ahead": self.executor.is_ahead,
+            "caches_prefixes": self.config.enable_prefix_caching,
+        }
+
+    @property
     def has_work(self) -> bool:
         return not self.pipeline.is_empty or (self.scheduler.table.has_work and not self.scheduler.is_paused)
 

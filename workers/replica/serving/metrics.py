@@ -305,19 +305,19 @@ class _Gauges(Collector):
         engine = self._engine
         counts = engine.pages.counts()
         pages = {state: getattr(counts, state) for state in ("free", "owned", "cached", "quarantined")}
-        yield _gauge("crossdock_pages", "KV pages by state.", ("state",), {(name,): n for name, n in pages.items()})
+        yield _gauge("crossdock_pages", "KV pages by state.", pages, "state")
         config = engine.config
         info = (str(config.page_size), str(counts.total), config.kv_cache_dtype, str(config.enable_prefix_caching))
         labels = ("page_size", "num_pages", "kv_cache_dtype", "enable_prefix_caching")
-        yield _gauge("crossdock_kv_cache_info", "1; the labels are the settings of the KV pages.", labels, {info: 1})
+        yield _gauge("crossdock_kv_cache_info", "1; the labels are the settings of the KV pages.", {info: 1}, *labels)
         text = "Number of the last update of weights; 0: those of the start. The label names them."
         weights = engine.scheduler.weights
-        yield _gauge("crossdock_weight_version", text, ("version",), {(weights.name,): weights.number})
+        yield _gauge("crossdock_weight_version", text, {weights.name: weights.number}, "version")
         yield from self._requests(engine.scheduler.table.requests())
         yield from self._cost()
         if kernels := engine.executor.cpu_kernels:
             text = "Always 1; the label says which kernels compute the matrix products of fused layers."
-            yield _gauge("crossdock_cpu_kernels", text, ("kernels",), {(kernels,): 1})
+            yield _gauge("crossdock_cpu_kernels", text, {kernels: 1}, "kernels")
         text = "Requests preempted: their pages went to other requests."
         yield _counter("crossdock_preemptions", text, engine.scheduler.table.num_preemptions)
         yield self._charged()
@@ -330,52 +330,44 @@ class _Gauges(Collector):
         """Yield the counts of LoRA adapters; there are none where the replica takes none."""
         slots = self._engine.scheduler.adapters
         if slots.num_slots:
-            loaded = {(): len(slots.table.loaded_adapters)}
-            yield _gauge("crossdock_adapters", "LoRA adapters in the replica's slots.", (), loaded)
+            loaded = len(slots.table.loaded_adapters)
+            yield _gauge("crossdock_adapters", "LoRA adapters in the replica's slots.", loaded)
             yield _counter("crossdock_adapter_loads", "LoRA adapters that were loaded.", slots.num_loads)
-            text = "Recent mean seconds of a load."
-            yield _gauge("crossdock_adapter_load_seconds", text, (), {(): slots.load_s})
+            yield _gauge("crossdock_adapter_load_seconds", "Recent mean seconds of a load.", slots.load_s)
 
     def _charged(self) -> Metric:
         """Return the seconds that tenants were charged; without a sample where tenants are not told apart."""
         text = "Predicted seconds of steps that tenants were charged; `others`: tenants beyond the first 64."
-        family = CounterMetricFamily("crossdock_charged_seconds", text, labels=["tenant", "slo_class"])
-        classes = self._engine.config.slo_classes
-        for (name, priority), seconds in dict(self._engine.scheduler.table.tenants.charged).items():
-            family.add_metric([name, classes[priority].name], seconds)
-        return family
+        classes, charged = self._engine.config.slo_classes, dict(self._engine.scheduler.table.tenants.charged)
+        samples = {(name, classes[priority].name): seconds for (name, priority), seconds in charged.items()}
+        return _counter("crossdock_charged_seconds", text, samples, "tenant", "slo_class")
 
     def _tiers(self) -> Iterator[Metric]:
         """Yield the counts of the tiers below the pool; there are none without tiers."""
         if self._engine.tiers is None:
             return
         counts = self._engine.tiers.counts()
-        pages, num_bytes = {(each.name,): each.pages for each in counts}, {(each.name,): each.bytes for each in counts}
-        yield _gauge("crossdock_tier_pages", "Pages and states outside the pool, by tier.", ("tier",), pages)
-        yield _gauge("crossdock_tier_bytes", "Bytes of all pages in a tier.", ("tier",), num_bytes)
-        stored = CounterMetricFamily("crossdock_tier_stored_pages", "Pages that were stored.", labels=["tier"])
-        loaded = CounterMetricFamily("crossdock_tier_loaded_pages", "Pages that were loaded.", labels=["tier"])
+
+        def of(field: str) -> dict[str, int]:
+            return {each.name: getattr(each, field) for each in counts}
+
+        yield _gauge("crossdock_tier_pages", "Pages and states outside the pool, by tier.", of("pages"), "tier")
+        yield _gauge("crossdock_tier_bytes", "Bytes of all pages in a tier.", of("bytes"), "tier")
+        yield _counter("crossdock_tier_stored_pages", "Pages that were stored.", of("stored"), "tier")
+        yield _counter("crossdock_tier_loaded_pages", "Pages that were loaded.", of("loaded"), "tier")
         text = "Pages that were to be loaded and were lost, or were not what was stored."
-        missed = CounterMetricFamily("crossdock_tier_missed_pages", text, labels=["tier"])
-        for each in counts:
-            stored.add_metric([each.name], each.stored)
-            loaded.add_metric([each.name], each.loaded)
-            missed.add_metric([each.name], each.missed)
-        yield from (stored, loaded, missed)
+        yield _counter("crossdock_tier_missed_pages", text, of("missed"), "tier")
 
     def _pictures(self) -> Iterator[Metric]:
         """Yield the counts of the encoder, which are 0 for a model of text alone."""
         encoding = self._engine.scheduler.encoding
         totals = encoding.totals
-        yield _counter(
-            "crossdock_items_encoded",
-            "Pictures, and groups of frames of videos, that were encoded.",
-            totals.num_encoded,
-        )
+        text = "Pictures, and groups of frames of videos, that were encoded."
+        yield _counter("crossdock_items_encoded", text, totals.num_encoded)
         yield _counter("crossdock_encoder_rows", "Rows of embeddings that encoding made.", totals.num_rows)
         text = "Pictures and groups of frames whose embeddings were in memory when a request reached them."
         yield _counter("crossdock_item_hits", text, totals.num_hits)
-        yield _gauge("crossdock_item_rows", "Rows of embeddings in memory.", (), {(): encoding.num_rows})
+        yield _gauge("crossdock_item_rows", "Rows of embeddings in memory.", encoding.num_rows)
 
     def _drafts(self) -> Iterator[Metric]:
         """Yield the counts of verified drafts, which are 0 without speculation."""
@@ -384,87 +376,62 @@ class _Gauges(Collector):
         accepted = list(totals.num_accepted_at)
         wasted = verification.policy.wasted_s if verification is not None else 0.0
         forced = verification.policy.forced if verification is not None else 0
-        yield _counter(
-            "crossdock_drafts", "Drafts that steps verified: one for each stream and step.", totals.num_drafts
-        )
+        text = "Drafts that steps verified: one for each stream and step."
+        yield _counter("crossdock_drafts", text, totals.num_drafts)
         yield _counter("crossdock_draft_tokens", "Drafted tokens that steps verified.", totals.num_tokens)
         yield _counter("crossdock_draft_tokens_accepted", "Drafted tokens that the model chose too.", sum(accepted))
         text = "Drafted tokens that a grammar dictated; they are accepted."
         yield _counter("crossdock_draft_tokens_forced", text, forced)
         text = "Predicted seconds by which drafted tokens that were rejected made steps longer."
         yield _counter("crossdock_draft_wasted_seconds", text, wasted)
-        by_position = CounterMetricFamily(
-            "crossdock_draft_tokens_accepted_at",
-            "Accepted drafted tokens by their place in a draft.",
-            labels=["position"],
-        )
-        for position, count in enumerate(accepted):
-            by_position.add_metric([str(position)], count)
-        yield by_position
+        text, by_position = "Accepted drafted tokens by their place in a draft.", dict(enumerate(accepted))
+        yield _counter("crossdock_draft_tokens_accepted_at", text, by_position, "position")
 
     def _requests(self, requests: list[Request]) -> Iterator[Metric]:
         classes = [slo.name for slo in self._engine.config.slo_classes]
         active = Tally((request.status, request.slo_class) for request in requests)
         every = {(status.value, name): active[status, name] for status in _ACTIVE for name in classes}
-        yield _gauge("crossdock_requests_active", "Requests by status.", ("status", "slo_class"), every)
+        yield _gauge("crossdock_requests_active", "Requests by status.", every, "status", "slo_class")
         tokens, seconds = dict.fromkeys(classes, 0), dict.fromkeys(classes, 0.0)
         for request in requests:
             if request.is_decoding or request.status is Status.HELD or request.leg is Leg.RECEIVE:
                 continue
             tokens[request.slo_class] += request.num_uncached_tokens
             seconds[request.slo_class] += self._engine.scheduler.forecast.prefill_seconds(request)
-        yield _gauge(
-            "crossdock_uncached_tokens_waiting",
-            "Prompt tokens that requests without a first token still have to compute.",
-            ("slo_class",),
-            {(name,): count for name, count in tokens.items()},
-        )
-        yield _gauge(
-            "crossdock_backlog_seconds",
-            "Predicted seconds to compute the waiting prompt tokens.",
-            ("slo_class",),
-            {(name,): value for name, value in seconds.items()},
-        )
+        text = "Prompt tokens that requests without a first token still have to compute."
+        yield _gauge("crossdock_uncached_tokens_waiting", text, tokens, "slo_class")
+        text = "Predicted seconds to compute the waiting prompt tokens."
+        yield _gauge("crossdock_backlog_seconds", text, seconds, "slo_class")
 
     def _cost(self) -> Iterator[Metric]:
         fit = self._engine.cost_fit
         if fit is None:
             return
-        cost = {(name,): value for name, value in fit.cost.model_dump().items()}
-        yield _gauge(
-            "crossdock_step_cost_seconds",
-            "Coefficients of StepCost, the prediction of a step's duration.",
-            ("coefficient",),
-            cost,
-        )
-        beyond = promises_beyond(fit.cost, self._engine.config.slo_classes).items()
+        text = "Coefficients of StepCost, the prediction of a step's duration."
+        yield _gauge("crossdock_step_cost_seconds", text, fit.cost.model_dump(), "coefficient")
         text = "Least seconds of a token, of the classes that promise less: beyond this machine."
-        yield _gauge("crossdock_promise_beyond_seconds", text, ("slo_class",), {(name,): s for name, s in beyond})
-        yield _gauge(
-            "crossdock_step_interval_share",
-            "Interval at which steps end while there is enough to do, as a share of what each takes; "
-            "below 1 in a pipeline.",
-            (),
-            {(): self._engine.intervals.share},
-        )
-        yield _gauge(
-            "crossdock_step_relative_error",
-            "|predicted - actual| / actual duration of recent steps.",
-            ("quantile",),
-            {(str(quantile),): fit.error(quantile) for quantile in (0.5, 0.9)},
-        )
+        beyond = promises_beyond(fit.cost, self._engine.config.slo_classes)
+        yield _gauge("crossdock_promise_beyond_seconds", text, beyond, "slo_class")
+        text = "Interval at which steps end while there is enough to do, as a share of what each takes; "
+        text += "below 1 in a pipeline."
+        yield _gauge("crossdock_step_interval_share", text, self._engine.intervals.share)
+        text, errors = "|predicted - actual| / actual duration of recent steps.", {q: fit.error(q) for q in (0.5, 0.9)}
+        yield _gauge("crossdock_step_relative_error", text, errors, "quantile")
         text = "Steps too far from their prediction to be learnt from."
         yield _counter("crossdock_step_outliers", text, fit.num_rejected)
 
 
-def _counter(name: str, text: str, value: float) -> Metric:
-    family = CounterMetricFamily(name, text)
-    family.add_metric([], value)
-    return family
+def _counter(name: str, text: str, samples: Mapping[Any, float] | float, *labels: str) -> Metric:
+    """Return a counter. `samples`: its value; with `labels`, by their values, a tuple where there are several."""
+    return _filled(CounterMetricFamily(name, text, labels=labels), samples)
 
 
-def _gauge(name: str, text: str, labels: tuple[str, ...], samples: Mapping[Any, float]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=labels)
-    for values, number in samples.items():  # by label values, a tuple
-        family.add_metric(list(values), number)
+def _gauge(name: str, text: str, samples: Mapping[Any, float] | float, *labels: str) -> Metric:
+    """Return a gauge; arguments as of `_counter`."""
+    return _filled(GaugeMetricFamily(name, text, labels=labels), samples)
+
+
+def _filled(family: CounterMetricFamily | GaugeMetricFamily, samples: Mapping[Any, float] | float) -> Metric:
+    for values, number in samples.items() if isinstance(samples, Mapping) else [((), samples)]:
+        family.add_metric([*map(str, values)] if isinstance(values, tuple) else [str(values)], number)
     return family
