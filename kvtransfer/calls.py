@@ -5,7 +5,7 @@ ShipCall(decode blobs)                           ExpectCall(prefill blobs)
 OfferCall       once there are pages             WaitCall       until there are pages, then
 ChunkCall ...   after every step                 GrantCall
 FinishCall(result)
-  -> Granted, Released                             -> Offered, Committed ..., Arrived
+  -> Released                                      -> Offered, Committed ..., Arrived
   -> or Failed, Released                           -> or Failed, WriterStopped
 
 Where the decode side asks for a prefix that the other one has, it calls ExpectCall and AskCall. The source answers

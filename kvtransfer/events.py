@@ -53,13 +53,6 @@ class OfTransfer:
 
 
 @dataclass(frozen=True, slots=True)
-class Granted(OfTransfer):
-    """To the source: every target rank has granted pages. No action is needed."""
-
-    first_page: Count  # leading pages that the target already has; the fewest of all its ranks
-
-
-@dataclass(frozen=True, slots=True)
 class Released(OfTransfer):
     """To the source, exactly once per `ship`: no write of this epoch is open, and none will begin.
 
@@ -119,4 +112,4 @@ class Failed(OfTransfer):
     detail: str = field(compare=False)
 
 
-Event: TypeAlias = Asked | Granted | Released | Offered | Committed | Arrived | WriterStopped | Failed
+Event: TypeAlias = Asked | Released | Offered | Committed | Arrived | WriterStopped | Failed

@@ -13,7 +13,7 @@ has granted: the pages that tokens after the prompt can see.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from crossdock.kvtransfer.events import Failed, Figures, Granted, Reason, Released
+from crossdock.kvtransfer.events import Failed, Figures, Reason, Released
 from crossdock.kvtransfer.fence import Fence
 from crossdock.kvtransfer.messages import (
     Abort,
@@ -266,11 +266,8 @@ class Sender:
             self._fail(shipment, Reason.PROTOCOL, detail, now)
             return
         delivery.grant, delivery.next_page = grant, grant.first_page
-        grants = [other.grant for other in shipment.deliveries.values() if other.grant]
-        if len(grants) == len(shipment.deliveries):
+        if all(other.grant for other in shipment.deliveries.values()):
             shipment.figures.grant_wait_seconds = now - shipment.began
-            first_page = min(other.first_page for other in grants)
-            self._out.append(Granted(shipment.request, shipment.epoch, first_page))
         self._advance(shipment, now)
 
     def _advance(self, shipment: _Shipment, now: float) -> None:

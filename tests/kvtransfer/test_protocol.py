@@ -9,7 +9,6 @@ from crossdock.kvtransfer.events import (
     Committed,
     Failed,
     Figures,
-    Granted,
     Offered,
     Reason,
     Released,
@@ -243,7 +242,7 @@ def test_target_ranks_are_written_to_independently() -> None:
     sender.receive("t0", Grant(*KEY, 0, whole((50, 51))), 1.0)
     assert kinds(sender.finish("r", whole([1, 2]), 8, b"s", 2.0)) == [Write]
     assert sender.write_done(*KEY, "t0", 3.0) == []
-    assert kinds(sender.receive("t1", Grant(*KEY, 1, whole((50,), 1)), 4.0)) == [Granted, Write]
+    assert kinds(sender.receive("t1", Grant(*KEY, 1, whole((50,), 1)), 4.0)) == [Write]
     assert kinds(sender.write_done(*KEY, "t1", 5.0)) == [Released]
 
 

@@ -48,7 +48,6 @@ def test_pages_of_a_delayed_writer_stay_in_quarantine_until_it_has_stopped(start
     transfer = Transfer(source, target).begin()
     transfer.fill(range(4))
     transfer.grant([10, 11, 12, 13])
-    source.event("Granted", transfer.request)
     transfer.chunk(range(4), 4 * PAGE)
     while source.ask("counts")["num_open_writes"] == 0:
         time.sleep(0.01)

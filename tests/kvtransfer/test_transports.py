@@ -33,7 +33,6 @@ def test_pages_the_target_has_are_not_sent(start: Start) -> None:
     transfer = Transfer(source, target).begin()
     transfer.fill(range(8))
     transfer.grant([50, 40, 30], first_page=5)
-    assert source.event("Granted", transfer.request)["first_page"] == 5
     transfer.chunk(range(4), 4 * PAGE)
     transfer.finish(range(8), 8 * PAGE)
     event = transfer.arrived()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-from crossdock.kvtransfer.events import Arrived, Committed, Failed, Granted, Offered, Released, WriterStopped
+from crossdock.kvtransfer.events import Arrived, Committed, Failed, Offered, Released, WriterStopped
 from crossdock.kvtransfer.messages import TransferMessage
 from crossdock.kvtransfer.next_write import TargetRank
 from crossdock.kvtransfer.protocol_outputs import ProtocolOutput, Send, Write
@@ -365,7 +365,7 @@ class World:
                     self.note(process, output)
 
     def note(self, process: Source | Goal, event: object) -> None:
-        assert isinstance(event, Granted | Released | Offered | Committed | Arrived | WriterStopped | Failed)
+        assert isinstance(event, Released | Offered | Committed | Arrived | WriterStopped | Failed)
         attempt = self.attempts[event.request, event.epoch]
         match event:
             case Committed():
@@ -399,8 +399,6 @@ class World:
                 assert not attempt.has_arrived or event.sending
             case Offered():
                 attempt.is_offered = True
-            case Granted():
-                assert event.first_page == attempt.first_page
 
     def check_bytes(self, attempt: Attempt) -> None:
         """Assert that every committed page is in place, of every group and from every source rank."""

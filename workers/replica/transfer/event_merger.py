@@ -17,7 +17,6 @@ from crossdock.kvtransfer.events import (
     Event,
     Failed,
     Figures,
-    Granted,
     Offered,
     Released,
     WriterStopped,
@@ -58,7 +57,7 @@ class EventMerger:
         """
         if isinstance(event, Asked):  # one rank is asked for all
             return (event,), None
-        is_sending = event.sending if isinstance(event, Failed) else isinstance(event, Granted | Released)
+        is_sending = event.sending if isinstance(event, Failed) else isinstance(event, Released)
         key = is_sending, event.request, event.epoch
         if key in self._over:
             return (), None

@@ -29,7 +29,6 @@ from crossdock.kvtransfer.events import (
     Event,
     Failed,
     Figures,
-    Granted,
     Offered,
     Released,
     WriterStopped,
@@ -192,7 +191,7 @@ class Handover:
                 return self._released(event, request)
             case WriterStopped():
                 self.engine.pages.end_quarantine(_owner(event))
-            case Asked() | Granted() | Committed() | Failed():
+            case Asked() | Committed() | Failed():
                 pass
         return ()
 

@@ -21,7 +21,7 @@ from crossdock.kvtransfer.calls import (
     ShipCall,
     WaitCall,
 )
-from crossdock.kvtransfer.events import Arrived, Committed, Failed, Figures, Granted, Reason, Released, WriterStopped
+from crossdock.kvtransfer.events import Arrived, Committed, Failed, Figures, Reason, Released, WriterStopped
 from crossdock.kvtransfer.records import Count, GroupPages, Seconds
 from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.ranks.pool_layout import HeldLayers
@@ -68,7 +68,6 @@ FOLLOWER_MESSAGES: list[FollowerMessage] = [
     RankReady(HELD, 100, 4096),
     DockOpened(b"blob"),
     RankFailure("ValueError: no", "Traceback"),
-    Granted("r", 1, 2),
     Committed("r", 1, 32),
     Arrived("r", 1, 40, b"\0state", Figures(0.1, None, 2.0, 1 << 40)),
     WriterStopped("r", 1),
@@ -165,7 +164,7 @@ def test_field_of_a_follower_of_wrong_type_or_range_is_refused(message: Any) -> 
 
 def test_event_of_unknown_kind_is_refused() -> None:
     with pytest.raises(MalformedRankMessage, match="unknown kind 'Lost'"):
-        decode_follower_message(msgpack.encode({**msgpack.decode(encode(Granted("r", 1, 2))), "kind": "Lost"}))
+        decode_follower_message(msgpack.encode({**msgpack.decode(encode(Committed("r", 1, 2))), "kind": "Lost"}))
 
 
 def test_message_of_the_other_direction_is_refused() -> None:

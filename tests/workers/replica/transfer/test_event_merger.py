@@ -10,7 +10,6 @@ from crossdock.kvtransfer.events import (
     Event,
     Failed,
     Figures,
-    Granted,
     Reason,
     Released,
     WriterStopped,
@@ -68,7 +67,6 @@ def test_failure_of_a_single_rank_cancels_nothing() -> None:
 
 def test_source_released_by_every_rank_is_released() -> None:
     merger = EventMerger(range(2))
-    assert merged(merger, (0, Granted("r", 1, 0)), (1, Granted("r", 1, 0))) == []
     assert merged(merger, (0, Released("r", 1, True, Figures()))) == []
     assert merged(merger, (1, Released("r", 1, True, Figures()))) == [Released("r", 1, True, Figures())]
     failed = Failed("r", 2, True, Reason.DEADLINE, "slow")
