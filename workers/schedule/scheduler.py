@@ -126,7 +126,7 @@ class Scheduler:
         self._prefills = PrefillScheduler(table, self.forecast, self._states)
         self.verification = Verification(table, self.forecast, drafting, self._states) if drafting is not None else None
         if cost is not None:
-            pages.stock.cached.learn(cost, self.loading.tiers.page_s)
+            pages.stock.price.learn(cost, self.loading.tiers.page_s)
         self._computed_chunks = False  # in the last step; used without mixed_chunks
         self.weights = WeightVersion()  # that steps compute with
         self.is_paused = False  # no step begins; requests keep their tokens and pages
@@ -205,7 +205,7 @@ class Scheduler:
         """Predict with a new cost from now on. `overrun`: factor by which some steps exceed their predicted seconds.
         `interval_share`: interval of the steps of a full pipeline, as a share of these seconds."""
         self.forecast.learn(cost, overrun, interval_share)
-        self.pages.stock.cached.learn(cost, self.loading.tiers.page_s)
+        self.pages.stock.price.learn(cost, self.loading.tiers.page_s)
 
     def adapters_to_load(self, now: float) -> list[SlotChange]:
         """Return the adapters to load from now on, for the requests that are next to start.

@@ -28,10 +28,11 @@ class EvictionPrice:
 
     @property
     def page_seconds(self) -> float:
-        """Return the seconds to compute a page at the beginning of a prompt; 0 before any cost is known."""
+        """Return the seconds to compute a page again, at least: one at the beginning of a prompt. 0: not known yet."""
         return self._page_tokens * self._first_token
 
     def learn(self, cost: StepCost, load_s: float = inf) -> None:
+        """Note the seconds that the computation of pages costs, and those to load one from a tier below the pool."""
         self._first_token, self._next_token, self._load_s = cost.per_prefill_token, cost.per_attended, load_s
 
     def used(self, number: int, age: float) -> None:
@@ -83,15 +84,6 @@ class CachedPages:
     def pass_time(self, now: float) -> None:
         """Note the time in seconds: of a step that begins, or has ended."""
         self._now = max(self._now, now)
-
-    @property
-    def page_seconds(self) -> float:
-        """Return the seconds to compute a page again, at least; 0 before any cost is known."""
-        return self._price.page_seconds
-
-    def learn(self, cost: StepCost, load_s: float = inf) -> None:
-        """Note the seconds that the computation of pages costs, and those to load one from a tier below the pool."""
-        self._price.learn(cost, load_s)
 
     def add(self, pages: Sequence[int]) -> None:
         """Keep indexed pages that have lost their last owner, a request. Pages at the end of its prefix come first.

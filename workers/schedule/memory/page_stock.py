@@ -31,7 +31,8 @@ class PageStock:
     ) -> None:
         """`page_tokens`: see `EvictionPrice`. `state_pages`: how many pages a checkpoint has."""
         self.prefixes = prefixes
-        self.cached = CachedPages(EvictionPrice(num_pages, page_tokens))  # indexed and unowned
+        self.price = EvictionPrice(num_pages, page_tokens)
+        self.cached = CachedPages(self.price)  # indexed and unowned
         self.num_owners = [0] * num_pages  # by page
         self.hash_of: list[PageHash | None] = [None] * num_pages  # by page; None: not indexed
         self._group_of = [0] * num_pages  # by page, as it was last allocated
@@ -124,7 +125,7 @@ class PageStock:
         group, page_hash = self._group_of[page], self.hash_of[page]
         if page_hash is not None and not self.num_owners[page]:
             pages = self.prefixes.checkpoints[page_hash] if group == STATES else (page,)
-            take(group, page_hash, pages, self.cached.page_seconds)
+            take(group, page_hash, pages, self.price.page_seconds)
 
     def _forget(self, page: int) -> None:
         """Take a page from the index; of a checkpoint all pages."""

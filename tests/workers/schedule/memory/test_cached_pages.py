@@ -57,7 +57,7 @@ def test_shared_beginning_outlives_the_older_end() -> None:
 def test_price_is_the_share_of_old_pages_that_are_used_again_times_their_seconds() -> None:
     """Play sessions of 4 pages, of which 8 fit. Half are used again after 7 others."""
     rng, pool = random.Random(3), PagePool(32, SIZE)
-    pool.stock.cached.learn(StepCost(base=0.0, per_prefill_token=1e-3))
+    pool.stock.price.learn(StepCost(base=0.0, per_prefill_token=1e-3))
     num_used, num_evicted = 0, 0
     recent: list[int] = []
     for number in range(400):
