@@ -26,9 +26,6 @@ class Peers:
     def __contains__(self, name: str) -> bool:
         return name in self._known
 
-    def __len__(self) -> int:
-        return len(self._known)
-
     def unpack(self, blobs: Sequence[bytes]) -> list[Peer]:
         """Return the peers that the blobs describe. May be called from any thread.
 

@@ -45,11 +45,7 @@ class Controls:
 
     async def reset_cache(self) -> None:
         """Forget all cached prefixes. Pages of running requests stay."""
-
-        def clear() -> None:
-            self._engine.pages.stock.clear_cache()
-
-        await self._thread.call(clear)
+        await self._thread.call(self._engine.pages.stock.clear_cache)
 
     async def num_ranks(self) -> int:
         """Return how many ranks this replica has."""

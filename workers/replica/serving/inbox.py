@@ -61,7 +61,7 @@ class Calls:
         self._loop = asyncio.get_running_loop()
         self._awaited: set[asyncio.Future[None]] = set()
 
-    async def call(self, function: Callable[[], None]) -> None:
+    async def call(self, function: Callable[[], object]) -> None:
         """Run `function` between two steps, in the engine's thread.
 
         Raises what `function` raises, and RuntimeError where the replica has ended.
