@@ -223,7 +223,7 @@ class Receiver:
     def tick(self, now: float) -> list[ProtocolOutput]:
         """Fail transfers that are past a deadline, and end those whose dead writers can no longer reach the pages."""
         for expected in list(self._expected.values()):
-            late = [peer for peer, source in expected.sources.items() if _is_late(source, now)]
+            late = [peer for peer, each in expected.sources.items() if each.may_write and now >= each.silent_until]
             if late and not expected.is_stopping:
                 detail = f"{', '.join(late)}: no pages for {expected.deadline_seconds:.3g} s"
                 self._fail(expected, Reason.DEADLINE, detail, now)
@@ -354,10 +354,6 @@ def _count(expected: _Expectation, source: _SourceRank, grant: Grant, message: P
     for size, num_pages in zip(source.page_bytes, counts, strict=False):  # without a state there is no size for it
         expected.figures.num_bytes += num_pages * size
         source.num_pages += num_pages if size else 0
-
-
-def _is_late(source: _SourceRank, now: float) -> bool:
-    return source.may_write and now >= source.silent_until
 
 
 def _deadlines(expected: _Expectation) -> Iterable[float]:

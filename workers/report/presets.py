@@ -143,9 +143,10 @@ def stored_profile(name: str, folder: Path = Path()) -> SchedulingProfile:
     Raises:
         ValueError: there is no such profile, or it cannot be read.
     """
-    if (scale := time_scale(name)) != 1:
-        return stored_profile(name.partition("*")[0], folder).slowed(scale)
+    scale = time_scale(name)
     name = name.partition("*")[0]
+    if scale != 1:
+        return stored_profile(name, folder).slowed(scale)
     path = folder / name
     if not name.endswith(".json"):
         return preset(name)

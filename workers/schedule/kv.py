@@ -88,7 +88,8 @@ def reach(table: RequestTable, request: Request, num_tokens: int) -> bool:
         return False
     pages = table.pages
     while num_tokens > pages.num_tokens_held(request.owner):
-        short = [group for group in range(pages.num_groups) if _lacks(table, request, num_tokens, group)]
+        held = [len(pages.pages_of(request.owner, group)) * pages.page_size for group in range(pages.num_groups)]
+        short = [group for group, most in enumerate(held) if num_tokens > most]
         if pages.stock.num_available >= len(short):
             for group in short:
                 pages.allocate(request.owner, 1, group)
@@ -129,10 +130,6 @@ def _preempt(table: RequestTable, request: Request) -> None:
     if table.pages.state_pages:
         keep_state(table, request)
     table.preempt(request)
-
-
-def _lacks(table: RequestTable, request: Request, num_tokens: int, group: int) -> bool:
-    return num_tokens > len(table.pages.pages_of(request.owner, group)) * table.pages.page_size
 
 
 def _make_way(table: RequestTable, request: Request, needed: int, hits: Sequence[int]) -> bool:

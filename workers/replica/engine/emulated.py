@@ -186,7 +186,8 @@ def emulated_engine(
     Raises:
         ValueError: the settings do not fit the profile; the message names the field.
     """
-    config, vocab_size = _sized(config, profile), _vocab_size(folder)
+    config = config.sized(StepSizes(profile.max_num_batched_tokens, profile.max_num_seqs), profile.max_model_len)
+    vocab_size = _vocab_size(folder)
     page_bytes = profile.page_bytes * config.page_size // profile.page_size
     num_pages = profile.num_pages * profile.page_size // config.page_size
     if config.kv_cache_memory is not None:
@@ -239,11 +240,6 @@ def _calibrate(engine: Engine, profile: SchedulingProfile) -> None:
     if (encoder := profile.encoder_cost) is not None:
         rows = [[64], [256], [1024], [1024] * 4]
         engine.calibrate_encoder([(each, encoder.base + sum(map(encoder.added_seconds, each))) for each in rows])
-
-
-def _sized(config: EngineConfig, profile: SchedulingProfile) -> EngineConfig:
-    """Return the settings with the profile's numbers where they are left to the device."""
-    return config.sized(StepSizes(profile.max_num_batched_tokens, profile.max_num_seqs), profile.max_model_len)
 
 
 def _check(sampling: SamplingParams) -> None:

@@ -77,12 +77,12 @@ class FileTier:
 
     def write(self, key: PageKey, parts: Sequence[memoryview]) -> set[PageKey]:
         """Store a page, and return the pages that were deleted to make room. OSError: the page is not stored."""
-        size = _HEADER.size + sum(part.nbytes for part in parts)
+        num_bytes = sum(part.nbytes for part in parts)
+        size = _HEADER.size + num_bytes
         deleted = self._make_room(size) if self.num_bytes + size > self._most_bytes else set[PageKey]()
         digest = hashlib.blake2b(digest_size=16)
         for part in parts:
             digest.update(part)
-        num_bytes = sum(part.nbytes for part in parts)
         header = _HEADER.pack(_MAGIC, self._fingerprint, _name_of(key), digest.digest(), num_bytes)
         path = self._path(key)
         self._count += 1

@@ -121,10 +121,8 @@ class Handover:
                 self._cancel(request.id, Leg.SEND)
             elif request.num_output_tokens > len(request.output_token_ids):
                 result = msgspec.msgpack.encode(request.token_ids[-1])
-                groups, state = (
-                    pages_of(self.engine, request.owner),
-                    tuple(self.engine.pages.states.newest(request.owner)),
-                )
+                groups = pages_of(self.engine, request.owner)
+                state = tuple(self.engine.pages.states.newest(request.owner))
                 self.dock.call(FinishCall(request.id, groups, request.num_computed_tokens, result, state))
             else:
                 self.dock.call(ChunkCall(request.id, pages_of(self.engine, request.owner), request.num_computed_tokens))
@@ -141,10 +139,8 @@ class Handover:
         now = self.engine.clock()
         for request in self.engine.scheduler.handoff.grant(now):
             first = request.num_computed_tokens // self.engine.config.page_size
-            groups, state = (
-                pages_of(self.engine, request.owner, first),
-                tuple(self.engine.pages.states.newest(request.owner)),
-            )
+            groups = pages_of(self.engine, request.owner, first)
+            state = tuple(self.engine.pages.states.newest(request.owner))
             self.dock.call(GrantCall(request.id, request.epoch, first, groups, state))
             self._transfers[request.id].notified = now
         self._take_returned()

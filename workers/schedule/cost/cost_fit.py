@@ -20,6 +20,7 @@ _SHAPES = ((0, 0), *((bend, sign) for bend in _BENDS for sign in (1, -1)))
 A shape has one more column than a line, whose coefficient is what a row costs in addition beyond the bend, or before
 it. So the fit of each shape is one of non-negative least squares, and no row ever makes a step shorter.
 """
+_BEND_OF, _SIGN_OF = np.array(_SHAPES, dtype=np.float64).T  # of every shape
 
 _SCALE = np.array([1.0, 1e2, 1e5, 1e1, 1e4, 1e4, 1e2, 1e7, 1e8])
 """The columns differ by nine orders of magnitude; scaled, the normal equations are solvable. The last two are those
@@ -226,21 +227,13 @@ def _squared_error(cost: StepCost, sweep: Sequence[tuple[StepWork, float]]) -> f
     return sum((cost.seconds(work) / seconds - 1) ** 2 + _EXACT for work, seconds in sweep)
 
 
-@cache
-def _shapes() -> tuple[_Floats, _Floats]:
-    """Return the bend of every shape, and its sign; without a bend the sign is 0."""
-    bends, signs = zip(*_SHAPES, strict=True)
-    return np.array(bends, dtype=np.float64), np.array(signs, dtype=np.float64)
-
-
 def _columns(work: StepWork) -> _Floats:
     """Return the scaled factors of the coefficients, for every shape."""
-    bends, signs = _shapes()
     columns = np.empty((len(_SHAPES), _COLUMNS))
     tokens, attended, decodes, context, drafts, chunk_context, *adapters = work
     columns[:, :-3] = (1.0, tokens, attended, decodes + drafts, context, chunk_context)
-    before = np.minimum(bends, work.rows)
-    columns[:, -3] = np.where(signs > 0, work.rows - before, before)
+    before = np.minimum(_BEND_OF, work.rows)
+    columns[:, -3] = np.where(_SIGN_OF > 0, work.rows - before, before)
     columns[:, -2:] = adapters
     columns /= _SCALE
     return columns

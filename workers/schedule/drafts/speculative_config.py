@@ -49,7 +49,9 @@ class SpeculativeConfig(BaseModel):
             raise ValueError(f"{', '.join(unknown)}: not supported; accepted are {', '.join(cls.model_fields)}")
         values = dict(given)
         if values.get("method") is None:
-            values["method"] = _method_of(values.get("model"))
+            if values.get("model") is None:
+                raise ValueError(f"method must be one of {', '.join(METHODS)}; or give model, a small model to draft with")
+            values["method"] = "draft_model"  # as in vLLM, where `model` may name a lookup too
         _check_method(values)
         least, most = values.get("prompt_lookup_min"), values.get("prompt_lookup_max")
         if least is None and most is not None:  # as in vLLM: one given alone is both
@@ -68,13 +70,6 @@ class SpeculativeConfig(BaseModel):
         if self.method == "draft_model" and self.model is None:
             raise ValueError("model: method draft_model needs the directory or the hub name of a small model")
         return self
-
-
-def _method_of(model: object) -> object:
-    """Return the method that `model` implies: as in vLLM, `model` may name a lookup."""
-    if model is None:
-        raise ValueError(f"method must be one of {', '.join(METHODS)}; or give model, a small model to draft with")
-    return "draft_model"
 
 
 def _check_method(values: dict[str, object]) -> None:
