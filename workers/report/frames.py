@@ -26,7 +26,6 @@ class StreamAddress(NamedTuple):
 
 
 def frame(message: Message) -> bytes:
-    """Return a message as a frame."""
     return _framed(message)
 
 

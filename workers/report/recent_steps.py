@@ -47,7 +47,6 @@ class RecentSteps:
         seconds: float,
         predicted: float,
     ) -> None:
-        """Record a step that began at `started` and took `seconds`."""
         self._last += 1
         self._steps.append(
             StepRecord(

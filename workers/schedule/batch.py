@@ -89,13 +89,11 @@ class Batch:
 
     @property
     def wants_vectors(self) -> bool:
-        """Return whether a prompt in the batch wants a vector."""
         chunks = self.scheduled[self.num_decodes :]
         return any(part.request.sampling.pooling is not None for part in chunks)
 
     @property
     def has_drafts(self) -> bool:
-        """Return whether the step verifies drafts."""
         several = takewhile(lambda part: part.num_tokens > 1, reversed(self.scheduled[: self.num_decodes]))
         return any(part.drafts for part in several)
 

@@ -46,7 +46,6 @@ class AdapterLoader:
         return failed
 
     def close(self) -> None:
-        """End the thread."""
         self._thread.shutdown(cancel_futures=True)
 
     def _load(self, adapter: Adapter) -> None:

@@ -186,7 +186,6 @@ _event_decoders = {kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_
 
 
 def encode(message: DriverMessage | FollowerMessage) -> bytes:
-    """Return the message as bytes."""
     if isinstance(message, Record):
         return _encoder.encode(message)
     return _encoder.encode(_DockEvent(type(message).__name__, Raw(_encoder.encode(message))))

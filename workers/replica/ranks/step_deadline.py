@@ -21,7 +21,6 @@ class StepDeadline:
         threading.Thread(target=self._watch, name="step deadline", daemon=True).start()
 
     def begin(self) -> None:
-        """Note that a step has begun."""
         with self._changed:
             if not self._num_in_flight:
                 self._since = self._clock()
@@ -29,7 +28,6 @@ class StepDeadline:
             self._num_in_flight += 1
 
     def end(self) -> None:
-        """Note that the oldest step has ended."""
         with self._changed:
             self._num_in_flight -= 1
             self._since = self._clock()

@@ -48,7 +48,6 @@ class Controls:
         await self._thread.call(self._engine.pages.stock.clear_cache)
 
     async def num_ranks(self) -> int:
-        """Return how many ranks this replica has."""
         return self._num_ranks
 
     async def call_weights(self, method: "WeightMethod", argument: Mapping[str, Any]) -> str:

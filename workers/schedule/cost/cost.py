@@ -20,7 +20,6 @@ class AdapterWork(NamedTuple):
     adapted: float
 
     def plus(self, adapters: float, adapted: float) -> "AdapterWork":
-        """Return the sum of both."""
         return AdapterWork(self.adapters + adapters, self.adapted + adapted)
 
 

@@ -70,7 +70,6 @@ class _Sums:
         self.launch_weight *= share
 
     def plus(self, other: "_Sums") -> "_Sums":
-        """Return the sums of both."""
         return _Sums(
             self.matrix + other.matrix,
             self.vector + other.vector,

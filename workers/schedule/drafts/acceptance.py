@@ -141,7 +141,6 @@ class Acceptance:
             record.pause = 0
 
     def forget(self, request_id: str) -> None:
-        """Drop the record of one request."""
         self._records.pop(request_id, None)
 
     def _after(self, match: int) -> float:

@@ -43,15 +43,12 @@ class FreeDrafts:
     """A source that costs nothing and supports all drafts alike."""
 
     def seconds(self, num_streams: int, num_tokens: int) -> float:
-        """Return 0."""
         return 0.0
 
     def forced(self, request_ids: Sequence[str]) -> Mapping[str, int]:
-        """Return none: there are no grammars."""
         return {}
 
     def match_length(self, request_id: str) -> int:
-        """Return 1."""
         return 1
 
 
@@ -159,7 +156,6 @@ class DraftPolicy:
             self._acceptance.observe(request_id, num_drafted - forced, num_accepted - forced)
 
     def forget(self, request_id: str) -> None:
-        """Drop the record of one request."""
         self._acceptance.forget(request_id)
         self._forced.pop(request_id, None)
 

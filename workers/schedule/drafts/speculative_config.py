@@ -50,7 +50,9 @@ class SpeculativeConfig(BaseModel):
         values = dict(given)
         if values.get("method") is None:
             if values.get("model") is None:
-                raise ValueError(f"method must be one of {', '.join(METHODS)}; or give model, a small model to draft with")
+                raise ValueError(
+                    f"method must be one of {', '.join(METHODS)}; or give model, a small model to draft with"
+                )
             values["method"] = "draft_model"  # as in vLLM, where `model` may name a lookup too
         _check_method(values)
         least, most = values.get("prompt_lookup_min"), values.get("prompt_lookup_max")

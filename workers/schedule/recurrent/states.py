@@ -30,7 +30,6 @@ class NoStates:
     """The states of a model without recurrent layers: none, so that nothing depends on them."""
 
     def chunk_within(self, request: Request, start: int, num_tokens: int) -> int:
-        """Return all of `num_tokens`."""
         return num_tokens
 
     def with_tokens_again(self, decodes: list[Scheduled]) -> list[Scheduled]:
@@ -38,15 +37,12 @@ class NoStates:
         return decodes
 
     def with_states(self, batch: Batch) -> Batch:
-        """Return the step as it is."""
         return batch
 
     def with_state(self, part: Scheduled) -> Scheduled:
-        """Return the part as it is."""
         return part
 
     def end(self, part: Scheduled, end: int) -> int:
-        """Return `end`."""
         return end
 
     def undo(self, part: Scheduled) -> None:
