@@ -353,8 +353,7 @@ class Timelines:
         return Progress(chunks, tokens, sum([len(delta.token_ids) for delta in deltas]), finished)
 
     def transferred(self, request_id: str, direction: str, figures: Figures, outcome: str, now: float) -> None:
-        """Record a transfer of the request's pages that ended at `now`: `sent`, `received`, a `fetched` prefix, or its
-        `embeddings`.
+        """Record a transfer of the request's pages that ended at `now`: `sent`, `received`, or a `fetched` prefix.
 
         The last message of a transfer may come after the request's own end: all pages were there before.
         """

@@ -16,7 +16,6 @@ BOUNDED = (  # the end of a path, and the most entries
     ("._merger._over", 1024),
     ("._early_offers", 4096),
     ("cost_fit._errors", 4096),
-    ("cost_fit._overruns", 4096),
     (".pages.stock._free", 512),  # of all pages there are
     (".pages.prefixes.changes._changes", 512),  # until the next message to the routers
 )
