@@ -37,14 +37,6 @@ def prompt(name: int, num_pages: int) -> list[int]:
     return [1000 * name + position for position in range(num_pages * SIZE)]
 
 
-def test_prefix_is_evicted_from_its_end() -> None:
-    pool = PagePool(8, SIZE)
-    serve(pool, "a", prompt(1, 6))
-    serve(pool, "b", prompt(2, 5))
-    assert num_found(pool, prompt(1, 6)) == 3
-    assert pool.counts().cached == 8
-
-
 def test_shared_beginning_outlives_the_older_end() -> None:
     """The system prompt's last use is by the later session."""
     pool, system = PagePool(12, SIZE), prompt(9, 4)
