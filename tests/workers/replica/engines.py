@@ -44,12 +44,20 @@ def run(engine: Engine) -> dict[str, list[TokenDelta]]:
     return deltas
 
 
-def tokens_of(deltas: list[TokenDelta]) -> list[int]:
+def tokens_of(deltas: Sequence[TokenDelta]) -> list[int]:
     return [token for delta in deltas for token in delta.token_ids]
 
 
 def greedy(num_tokens: int, **params: Any) -> SamplingParams:
     return SamplingParams(max_tokens=num_tokens, min_tokens=num_tokens, temperature=0.0, **params)
+
+
+def served(engine: Engine, prompts: Sequence[list[int]], num_tokens: int, **fields: Any) -> list[list[int]]:
+    """Return the greedy tokens after prompts that come at once. `fields`: others of each `Submission`."""
+    for number, prompt in enumerate(prompts):
+        engine.add(Submission(f"{number}", prompt, greedy(num_tokens), **fields))
+    deltas = run(engine)
+    return [tokens_of(deltas[f"{number}"]) for number in range(len(prompts))]
 
 
 def generated(module: PreTrainedModel, prompts: Sequence[list[int]], num_tokens: int = 12) -> list[list[int]]:
@@ -59,10 +67,8 @@ def generated(module: PreTrainedModel, prompts: Sequence[list[int]], num_tokens:
     Passes follow until the guess is what transformers chooses: so the answer is its own, however bad the guess was.
     """
     engine = engine_on(wrap_module(copy.deepcopy(module)), max_num_batched_tokens=512, admission="queue")
-    for number, prompt in enumerate(prompts):
-        engine.add(Submission(f"{number}", prompt, greedy(num_tokens)))
-    guesses = run(engine)
-    return [_chosen(module, prompt, tokens_of(guesses[f"{number}"])) for number, prompt in enumerate(prompts)]
+    guesses = served(engine, prompts, num_tokens)
+    return [_chosen(module, prompt, guess) for prompt, guess in zip(prompts, guesses, strict=True)]
 
 
 @torch.inference_mode()

@@ -25,6 +25,7 @@ from crossdock.workers.schedule.drafts.verify import DraftTotals
 from crossdock.workers.schedule.request import TokenDelta
 from crossdock.workers.schedule.submission import Grammar, SamplingParams, Submission
 from tests.workers.architectures import SERVED, build
+from tests.workers.replica.engines import tokens_of
 
 VOCAB_SIZE, MAX_MODEL_LEN = 280, 128
 NUM_REQUESTS = 8  # of a history
@@ -181,10 +182,6 @@ def expected(seed: int, model: str = "llama") -> dict[str, list[TokenDelta]]:
     """Return the deltas of a history's requests from an engine without drafts, with pages for all and no abort."""
     history = History.random(seed, NUM_REQUESTS)
     return serve(engine_of(model=model), History(history.works, history.arrivals, {}))[0]
-
-
-def tokens_of(deltas: Sequence[TokenDelta]) -> list[int]:
-    return [token for delta in deltas for token in delta.token_ids]
 
 
 def check_history(seed: int, model: str = "llama") -> DraftTotals:

@@ -28,6 +28,7 @@ from tests.workers.replica.engines import (
     generated,
     greedy,
     run,
+    served,
     tiny_model,
     tokens_of,
 )
@@ -122,12 +123,9 @@ def _assert_real_tokens(model_dir: Path, model: LoadedModel, num_prompts: int, c
     tokenizer = AutoTokenizer.from_pretrained(model_dir)
     prompts = prompts_from([tokenizer(text).input_ids for text in TOPICS], num_prompts)
     engine = engine_on(model, num_pages=512, **config)
-    for number, prompt in enumerate(prompts):
-        engine.add(Submission(f"{number}", prompt, greedy(NUM_TOKENS)))
-    deltas = run(engine)
+    found = served(engine, prompts, NUM_TOKENS)
     module = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)
-    for number, prompt in enumerate(prompts):
-        tokens = tokens_of(deltas[f"{number}"])
+    for prompt, tokens in zip(prompts, found, strict=True):
         with torch.inference_mode():
             logits = module(torch.tensor([prompt + tokens[:-1]]), use_cache=False).logits[0, len(prompt) - 1 :]
             logits[:, list(model.eos_token_ids)] = -torch.inf  # min_tokens
@@ -150,11 +148,9 @@ def test_greedy_tokens_under_preemption_equal_generate(prompts: list[list[int]],
     chosen = [number for number, prompt in enumerate(prompts) if len(prompt) >= 15]
     starts = [(prompts[number] + expected[number])[:15] for number in chosen]
     wanted = generated(reference(), starts, 24)
-    for number, start in enumerate(starts):
-        engine.add(Submission(f"{number}", start, greedy(24)))
-    deltas = run(engine)
+    found = served(engine, starts, 24)
     assert engine.scheduler.table.num_preemptions > 0
-    assert [tokens_of(deltas[f"{number}"]) for number in range(len(starts))] == wanted
+    assert found == wanted
 
 
 def test_sampled_tokens_depend_on_the_seed_alone(model: LoadedModel, prompts: list[list[int]]) -> None:

@@ -159,36 +159,30 @@ def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return actions
 
 
+def acted(engine: Engine, order: list[str]) -> str:
+    """Return the actions of the steps to the end of all work."""
+    order.clear()
+    while engine.has_work:
+        engine.step()
+    return "".join(order)
+
+
 def test_step_ahead_begins_before_the_tokens_of_the_step_before_are_read(order: list[str]) -> None:
     ahead = engine(async_scheduling=True)
     ahead.add(Submission("a", list(range(3, 103)), SamplingParams(max_tokens=5, ignore_eos=True)))  # two chunks
-    while ahead.has_work:
-        ahead.step()
-    assert "".join(order) == "b" + "br" * 5 + "r", "and none behind the step that is known to be the last"
-    order.clear()
+    assert acted(ahead, order) == "b" + "br" * 5 + "r", "and none behind the step that is known to be the last"
     params: list[dict[str, Any]] = [{"presence_penalty": 0.1, "repetition_penalty": 1.2}, {"min_tokens": 4}, {}]
     for number, each in enumerate(params):
         ahead.add(Submission(f"{number}", [5, 6], SamplingParams(max_tokens=5, ignore_eos=True, **each)))
-    while ahead.has_work:
-        ahead.step()
-    assert "".join(order) == "b" + "br" * 4 + "r", "penalties and min_tokens look back on the device"
-    order.clear()
+    assert acted(ahead, order) == "b" + "br" * 4 + "r", "penalties and min_tokens look back on the device"
     ahead.add(Submission("a", [5, 6], SamplingParams(max_tokens=5, ignore_eos=True, bad_words=((7, 8),))))
-    while ahead.has_work:
-        ahead.step()
-    assert "".join(order) == "b" + "br" * 4 + "r", "the device computes while the host reads the token before"
-    order.clear()
+    assert acted(ahead, order) == "b" + "br" * 4 + "r", "the device computes while the host reads the token before"
     grammar = Submission("a", [5, 6], SamplingParams(max_tokens=5, grammar=Grammar("regex", "[ab]{9}")))
     ahead = engine_of(async_scheduling=True)  # its vocabulary has all bytes
     ahead.add(grammar, grammar=grammar_of(grammar))
-    while ahead.has_work:
-        ahead.step()
-    assert "".join(order) == "b" + "br" * 4 + "r", "a grammar's mask is made while the device computes"
-    order.clear()
+    assert acted(ahead, order) == "b" + "br" * 4 + "r", "a grammar's mask is made while the device computes"
     ahead.add(Submission("a", [5, 6], SamplingParams(max_tokens=5, ignore_eos=True, logprobs=1)))
-    while ahead.has_work:
-        ahead.step()
-    assert "".join(order) == "b" + "br" * 4 + "r", "so are log-probabilities"
+    assert acted(ahead, order) == "b" + "br" * 4 + "r", "so are log-probabilities"
 
 
 @pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 100))])

@@ -22,7 +22,7 @@ from crossdock.workers.schedule.submission import Submission
 from crossdock.workers.schedule.weight_version import WeightVersion
 from tests.workers.model.layers.test_fusion import needs_onednn, needs_own, needs_rounding
 from tests.workers.model.test_new_weights import saved
-from tests.workers.replica.engines import engine_on, greedy, run, tiny_model, tokens_of
+from tests.workers.replica.engines import engine_on, greedy, served, tiny_model
 
 PROMPTS = [[7, 3, 9, 11, 5], [20 + i for i in range(60)]]
 SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -31,11 +31,7 @@ _LIBC = ctypes.CDLL(None)
 
 
 def tokens(engine: Engine) -> list[list[int]]:
-    weights = engine.scheduler.weights.id
-    for number, prompt in enumerate(PROMPTS):
-        engine.add(Submission(f"{number}", prompt, greedy(8), weights=weights))
-    found = run(engine)
-    return [tokens_of(found[f"{number}"]) for number in range(len(PROMPTS))]
+    return served(engine, PROMPTS, 8, weights=engine.scheduler.weights.id)
 
 
 def resident() -> int:

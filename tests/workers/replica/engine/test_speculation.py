@@ -14,6 +14,7 @@ from tests.workers.gangs import ganged
 from tests.workers.quantised import CASES, SIZES, write
 from tests.workers.ranks import DIVISIONS, Ranks, saved
 from tests.workers.replica.driven import driving
+from tests.workers.replica.engines import tokens_of
 from tests.workers.replica.speculating import (
     MAX_MODEL_LEN,
     NUM_REQUESTS,
@@ -29,7 +30,6 @@ from tests.workers.replica.speculating import (
     module,
     serve,
     speculating,
-    tokens_of,
 )
 
 FORMS = History(forms(), [*range(len(forms()))], {})

@@ -14,6 +14,7 @@ from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.request import Status, TokenDelta
 from tests.sweeps import rest_in_soak
 from tests.workers.ranks import saved
+from tests.workers.replica.engines import tokens_of
 from tests.workers.replica.speculating import (
     NUM_REQUESTS,
     History,
@@ -29,7 +30,6 @@ from tests.workers.replica.speculating import (
     module,
     serve,
     speculating,
-    tokens_of,
 )
 
 NAMES = ["qwen3_next", "granitemoehybrid", "falcon_h1", "lfm2 conv"]

@@ -21,7 +21,7 @@ from crossdock.workers.schedule.request import Status
 from crossdock.workers.schedule.submission import SamplingParams, Submission
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, WINDOW, build
-from tests.workers.replica.engines import generated, greedy, run, tokens_of
+from tests.workers.replica.engines import generated, greedy, run, served, tokens_of
 
 NUM_TOKENS = 20  # more than a window
 WIDE = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 32}  # as layers must be to be fused
@@ -53,13 +53,6 @@ def engine_on(model: LoadedModel, num_pages: int, **config: Any) -> Engine:
     memory = ByteSize(num_pages * model.layout(8).page_bytes)
     settings = {"page_size": 8, "max_num_batched_tokens": 64, "max_num_seqs": 12} | config
     return new_engine(model, EngineConfig(kv_cache_memory=memory, **settings))
-
-
-def served(engine: Engine, prompts: list[list[int]]) -> list[list[int]]:
-    for number, prompt in enumerate(prompts):
-        engine.add(Submission(str(number), prompt, greedy(NUM_TOKENS)))
-    deltas = run(engine)
-    return [tokens_of(deltas[str(number)]) for number in range(len(prompts))]
 
 
 def served_under_preemption(engine: Engine) -> list[list[int]]:
@@ -119,7 +112,7 @@ def test_pages_that_no_request_owns_are_never_read(
         )
 
     engine.on_scheduled.append(poison)
-    assert served(engine, prompts()) == expected
+    assert served(engine, prompts(), NUM_TOKENS) == expected
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
@@ -138,8 +131,8 @@ def test_tokens_after_a_cached_prefix_are_those_of_transformers(
 ) -> None:
     engine = engine_on(model, 600, async_scheduling=is_ahead, max_num_batched_tokens=40)
     for _ in range(2):
-        assert served(engine, prompts()) == expected
-    assert served(engine, prompts()[-1:]) == expected[-1:]
+        assert served(engine, prompts(), NUM_TOKENS) == expected
+    assert served(engine, prompts()[-1:], NUM_TOKENS) == expected[-1:]
     engine.add(Submission("again", prompts()[-1], greedy(NUM_TOKENS)))
     engine.step()
     found = engine.scheduler.table.requests()[0].num_cached_tokens
@@ -198,7 +191,7 @@ def test_pool_serves_a_context_that_it_could_not_hold_without_windows() -> None:
     expected = generated(
         build("gemma3_text", SERVED["gemma3_text"] | {"layer_types": module.config.layer_types}), [prompt], NUM_TOKENS
     )
-    assert served(engine, [prompt]) == expected
+    assert served(engine, [prompt], NUM_TOKENS) == expected
     with pytest.raises(ValueError, match=r"kv_cache_memory .* max_model_len \(256\) needs"):
         engine_on(model, 12, max_num_batched_tokens=32)
 

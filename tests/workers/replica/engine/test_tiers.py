@@ -30,7 +30,7 @@ from tests.workers.multimodal import (
     continuation,
     picture,
 )
-from tests.workers.replica.engines import greedy, run, tokens_of
+from tests.workers.replica.engines import greedy, run, served, tokens_of
 
 PAGE_SIZE, MAX_MODEL_LEN = 8, 120
 MODELS = {name: SERVED[name] for name in ("gemma3_text", "llama4_text", "lfm2 conv", "deepseek_v3")} | {"llama": {}}
@@ -157,11 +157,9 @@ def test_pages_are_loaded_beside_other_settings(
 
 def answers_together(engine: Engine) -> tuple[list[list[int]], int]:
     """Return the tokens after prompts that come at once, and how many pages were loaded."""
-    for number, prompt in enumerate(PROMPTS):
-        engine.add(Submission(f"all {number}", prompt, greedy(5)))
-    found = run(engine)
+    tokens = served(engine, PROMPTS, 5)
     num_loaded = 0 if engine.tiers is None else sum(tier.num_loads for tier in engine.tiers.tiers.tiers)
-    return [tokens_of(found[f"all {number}"]) for number in range(len(PROMPTS))], num_loaded
+    return tokens, num_loaded
 
 
 def test_metrics_count_pages_by_tier(tmp_path: Path) -> None:

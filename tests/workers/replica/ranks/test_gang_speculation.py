@@ -15,6 +15,7 @@ from pydantic import ByteSize
 from crossdock.workers.replica.engine.engine import Engine
 from tests.workers.gangs import ganged
 from tests.workers.ranks import Ranks, saved
+from tests.workers.replica.engines import tokens_of
 from tests.workers.replica.speculating import (
     NUM_REQUESTS,
     History,
@@ -27,7 +28,6 @@ from tests.workers.replica.speculating import (
     recurrent_model,
     serve,
     speculating,
-    tokens_of,
 )
 
 SEED = 3  # of a history whose outputs are long

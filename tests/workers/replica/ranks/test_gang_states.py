@@ -15,8 +15,8 @@ from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, build
 from tests.workers.gangs import ganged
 from tests.workers.ranks import DIVISIONS, Ranks, saved
-from tests.workers.replica.engine.test_states_and_windows import NUM_TOKENS, prompts, served, served_under_preemption
-from tests.workers.replica.engines import generated, greedy, run
+from tests.workers.replica.engine.test_states_and_windows import NUM_TOKENS, prompts, served_under_preemption
+from tests.workers.replica.engines import generated, greedy, run, served
 
 LINEAR, FULL = "linear_attention", "full_attention"
 SETTINGS: dict[str, Any] = {"page_size": 8, "max_num_batched_tokens": 40, "max_num_seqs": 12}
@@ -44,7 +44,7 @@ def test_tokens_of_ranks_under_preemption_and_after_a_checkpoint_are_those_of_tr
     with ganged(ranks, saved(module, tmp_path), *division, kv_cache_memory=ByteSize(1 << 20), **SETTINGS) as engine:
         assert served_under_preemption(engine) == expected
         assert engine.scheduler.table.num_preemptions > 0
-        assert served(engine, prompts()) == expected
+        assert served(engine, prompts(), NUM_TOKENS) == expected
         engine.add(Submission("again", prompts()[-1], greedy(NUM_TOKENS)))
         engine.step()
         assert engine.scheduler.table.requests()[0].num_cached_tokens >= 64, "a checkpoint was found"
@@ -57,7 +57,7 @@ def test_tokens_of_ranks_whose_steps_begin_ahead_are_those_of_transformers(ranks
     with ganged(ranks, saved(module, tmp_path), 2, 1, async_scheduling=True, **SETTINGS) as engine:
         expected = generated(module, FEW, NUM_TOKENS)
         for _ in range(2):
-            assert served(engine, FEW) == expected
+            assert served(engine, FEW, NUM_TOKENS) == expected
 
 
 @pytest.mark.parametrize("case", rest_in_soak(UNEVEN, *[*UNEVEN][:2]))
@@ -71,7 +71,7 @@ def test_state_has_the_pages_of_the_largest_on_every_stage(ranks: Ranks, tmp_pat
         assert len({shape.layer for shape in states.shapes}) == UNEVEN[case][3:].count(LINEAR)
         own, common = states.num_pages(engine.model.layout(8).page_bytes), engine.pages.state_pages
         assert common == own if case == "no state on the first stage" else common > own
-        assert served(engine, FEW) == generated(module, FEW, NUM_TOKENS)
+        assert served(engine, FEW, NUM_TOKENS) == generated(module, FEW, NUM_TOKENS)
 
 
 @pytest.mark.parametrize("division", rest_in_soak(DIVISIONS, *DIVISIONS[-1:]))

@@ -29,6 +29,10 @@ async def end(driven: Driven, epoch: int) -> None:
                 return
 
 
+def fail() -> None:
+    raise LookupError("broken on purpose")
+
+
 async def test_later_attempt_replaces_the_one_that_is_served_and_an_earlier_one_is_refused() -> None:
     async with driving() as driven:
         await driven.thread.submit("test", attempt(3))
@@ -124,10 +128,6 @@ async def test_stream_goes_on_between_hundreds_of_submissions() -> None:
 async def test_failure_outside_a_step_ends_requests_and_not_the_replica() -> None:
     async with driving() as driven:
         await driven.submit("a", 40, max_tokens=200)
-
-        def fail() -> None:
-            raise LookupError("broken on purpose")
-
         driven.thread._inbox.post(fail)
         await driven.ended["a"].wait()
         assert driven.timeline("a")["finish_reason"] == "error"
@@ -138,10 +138,6 @@ async def test_failure_outside_a_step_ends_requests_and_not_the_replica() -> Non
 
 async def test_thread_that_fails_again_and_again_ends_with_its_readers_and_calls() -> None:
     async with driving() as driven:
-
-        def fail() -> None:
-            raise LookupError("broken on purpose")
-
         gate = await driven.hold()
         for _ in range(engine_thread._MOST_FAILURES):
             driven.thread._inbox.post(fail)
@@ -159,10 +155,6 @@ async def test_thread_that_fails_again_and_again_ends_with_its_readers_and_calls
 
 async def test_call_that_raises_raises_at_its_caller() -> None:
     async with driving() as driven:
-
-        def fail() -> None:
-            raise LookupError("broken on purpose")
-
         with pytest.raises(LookupError):
             await driven.thread.call(fail)
         await driven.run("a", 40)
