@@ -1,13 +1,12 @@
 """Compare, in simulation on the costs of GPUs, this router with others that keep conversations where their pages are.
 
-    python benchmarks/routing/fetching.py --seeds 2
+    python benchmarks/routing/fetching.py
     python benchmarks/routing/fetching.py --highest      # 20 minutes for each load
 
-First, one prompt whose prefix is on another replica, at several rates of its link: predicted seconds to its first
+Prints, of one prompt whose prefix is on another replica, at several rates of its link: predicted seconds to its first
 token, computed, fetched, and cut: computed from its beginning while it is fetched from its end.
-Then loads on fleets whose pools are too small for them, with host memory below. Each row plays the same requests. The
-last column is the goodput: requests a second whose first token comes within 1 s and whose tokens come within 50 ms.
-`--highest` finds, for each router, the highest load at which 95 % of requests are such, in place of all this.
+With `--highest`: loads on fleets whose pools are too small for them, with host memory below. Finds, for each router,
+the highest load at which 95 % of the requests are good: their first token comes within 1 s, all others within 50 ms.
 
 `pinned` does what ConServe does (arXiv 2606.01839): a conversation's first turn goes to the replica on which the fewest
 tokens of conversations lie, and all later turns go to the same replica. `prefix-affinity` is SGLang's choice.
@@ -18,7 +17,6 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import product
-from statistics import fmean
 from typing import Any
 from unittest.mock import patch
 
@@ -27,7 +25,6 @@ from rich.console import Console
 from rich.table import Table
 
 from crossdock.cluster.bench.agents import Agents, agent_jobs
-from crossdock.cluster.bench.metrics import hit_rate
 from crossdock.cluster.bench.workloads import Job, Segment
 from crossdock.cluster.simulate import simulation
 from crossdock.cluster.simulate.fleet import SimulatedFleet, describe
@@ -37,7 +34,7 @@ from crossdock.workers.report.advertise import LiveProfile, PageChanges, Prompts
 from crossdock.workers.report.presets import preset
 from crossdock.workers.schedule.memory.prefix_index import PageHash, hash_pages
 
-SECONDS = 300.0
+SECONDS = 60.0  # simulated
 LENGTH = 16_000  # tokens at which a session ends: 1,000 pages
 SYSTEM_PAGES = 80  # of a session's beginning, which others share
 PRESETS = ("h100-8b", "h100-70b")
@@ -45,12 +42,11 @@ LENGTHS = (2048, 8192, 49_152)  # tokens of a prefix
 RATES = (1.25e9, 12.5e9, 50e9)  # bytes a second of a link
 ROUTERS: dict[str, dict[str, str]] = {
     "seconds": {},
-    "without fetches": {"shipping": "never"},
     "prefix-affinity": {"policy": "prefix-affinity"},
     "pinned": {"shipping": "never"},
 }
 TTFT_S, TPOT_S = 1.0, 0.05  # of a good request
-MOST_BAD, SEARCH_SECONDS = 0.05, 60.0  # of a load that a fleet bears; simulated
+MOST_BAD = 0.05  # of a load that a fleet bears
 
 
 @dataclass(slots=True)
@@ -132,41 +128,24 @@ LOADS: dict[str, tuple[Callable[[int, float], Any], Sequence[float], Sequence[st
 }
 
 
-def played(name: str, simulated: SimulatedFleet, seeds: Sequence[Any], seconds: float) -> list[simulation.Outcome]:
-    """Play each load once, with one of the routers."""
+def goodput(name: str, load: str, amount: float) -> tuple[float, float]:
+    """Play a load with one of the routers. Return the share of good requests, and how many were good in a second."""
+    jobs, _, names, host, sizes = LOADS[load]
     with patch.object(simulation, "Fleet", PinnedFleet if name == "pinned" else Fleet):
-        return [simulation.Simulation(simulated, seed).run(jobs, seconds) for seed, jobs in enumerate(seeds)]
-
-
-def num_good(outcomes: Sequence[simulation.Outcome]) -> tuple[int, float, float]:
-    """Return how many requests were good, their share, and how many there were in a second."""
-    samples = [sample for each in outcomes for sample in each.samples]
-    seconds = sum(max(sample.ended for sample in each.samples) for each in outcomes)
-    good = sum(each.ok and each.ttft <= TTFT_S and (each.tpot or 0.0) <= TPOT_S for each in samples)
-    return good, good / len(samples), good / seconds
-
-
-def row(name: str, simulated: SimulatedFleet, loads: Sequence[Any], seconds: float) -> list[str]:
-    """Return the cells of a row: hits in percent, fetches in percent, TTFT in ms, and good requests."""
-    outcomes = played(name, simulated, loads, seconds)
-    times = [1000 * sample.ttft for each in outcomes for sample in each.samples if sample.ok]
-    reasons = Counter(word for each in outcomes for placed in each.placed for word in placed.reason.split())
-    _, share, goodput = num_good(outcomes)
-    cells = [100 * fmean(hit_rate(each.samples) or 0.0 for each in outcomes), 100 * reasons["fetched"] / len(times)]
-    cells += [fmean(times), *np.percentile(times, (50, 95)), 100 * share]
-    return [f"{cell:.1f}" if cell < 100 else f"{cell:.0f}" for cell in cells] + [f"{goodput:.2f}"]
+        played = simulation.Simulation(fleet(names, ROUTERS[name], host, **sizes), 0).run(jobs(0, amount), SECONDS)
+    good = sum(each.ok and each.ttft <= TTFT_S and (each.tpot or 0.0) <= TPOT_S for each in played.samples)
+    return good / len(played.samples), good / max(sample.ended for sample in played.samples)
 
 
 def highest(name: str, load: str) -> tuple[int, float]:
     """Return the highest load that a router bears, by bisection, and its good requests a second."""
-    jobs, (low, most), names, host, sizes = LOADS[load]
+    low, most = LOADS[load][1]
     found, high = (0, 0.0), most
     for _ in range(5):
         amount = round((low * high) ** 0.5)
-        simulated = fleet(names, ROUTERS[name], host, **sizes)
-        _, share, goodput = num_good(played(name, simulated, [jobs(0, amount)], SEARCH_SECONDS))
+        share, rate = goodput(name, load, amount)
         if share >= 1 - MOST_BAD:
-            found, low = (amount, goodput), amount
+            found, low = (amount, rate), amount
         else:
             high = amount
     if high == most:
@@ -175,38 +154,23 @@ def highest(name: str, load: str) -> tuple[int, float]:
 
 
 def main() -> None:
-    """Print the tables."""
+    """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=int, default=2, help="simulations of each row (default: %(default)s)")
-    parser.add_argument("--loads", default=";".join(LOADS), help="joined by semicolons (default: %(default)s)")
-    parser.add_argument("--amounts", type=float, nargs="+", default=[48, 72], help="of each load (default: 48 72)")
-    parser.add_argument("--seconds", type=float, default=SECONDS, help="of each simulation (default: %(default)s)")
     parser.add_argument("--highest", action="store_true", help="find the highest load that each router bears")
-    args, console = parser.parse_args(), Console(width=120)
+    parser.add_argument("--loads", default=";".join(LOADS), help="joined by semicolons (default: %(default)s)")
+    args = parser.parse_args()
     if args.highest:
-        names = [name for name in ROUTERS if name != "without fetches"]
-        out = Table("load", *names, "the best other", title="Highest load, and good requests a second")
+        out = Table("load", *ROUTERS, "the best other", title="Highest load, and good requests a second")
         for load in args.loads.split(";"):
-            found = {name: highest(name, load) for name in names}
-            ours, *others = [goodput for _, goodput in found.values()]
-            cells = (f"{amount}: {goodput:.2f}" for amount, goodput in found.values())
-            out.add_row(load, *cells, f"{ours / max(others):.2f} x")
-        console.print(out)
-        return
-    out = Table("replica", "tokens", "GB/s", "computed, ms", "fetched", "cut", title="One prompt")
-    for name, tokens, rate in product(PRESETS, LENGTHS, RATES):
-        seconds = one_prompt(name, tokens, rate)
-        out.add_row(name, f"{tokens:,}", f"{rate / 1e9:.4g}", *(f"{1000 * each:.0f}" for each in seconds))
-    console.print(out)
-    cells = ("cached, %", "fetched, %", "TTFT mean, ms", "p50", "p95", "good, %", "good /s")
-    for load in args.loads.split(";"):
-        jobs, _, kinds, host, sizes = LOADS[load]
-        out = Table("load", "router", *cells, title=f"{load}: {', '.join(kinds)}")
-        for amount, (name, router) in product(args.amounts, ROUTERS.items()):
-            seeds = [jobs(seed, amount) for seed in range(args.seeds)]
-            found = row(name, fleet(kinds, router, host, **sizes), seeds, args.seconds)
-            out.add_row(f"{amount:g} {load}", name, *found)
-        console.print(out)
+            found = [highest(name, load) for name in ROUTERS]
+            ours, *others = [rate for _, rate in found]
+            out.add_row(load, *(f"{amount}: {rate:.2f}" for amount, rate in found), f"{ours / max(others):.2f} x")
+    else:
+        out = Table("replica", "tokens", "GB/s", "computed, ms", "fetched", "cut", title="One prompt")
+        for name, tokens, rate in product(PRESETS, LENGTHS, RATES):
+            seconds = one_prompt(name, tokens, rate)
+            out.add_row(name, f"{tokens:,}", f"{rate / 1e9:.4g}", *(f"{1000 * each:.0f}" for each in seconds))
+    Console(width=120).print(out)
 
 
 if __name__ == "__main__":
