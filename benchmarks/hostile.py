@@ -4,111 +4,103 @@
     python benchmarks/hostile.py --only lists chats
 
 Starts `crossdock serve`, streams one answer after the other from it, and sends the requests of hostile_requests.py one
-at a time, from several clients with --clients. Prints the gaps between the stream's tokens (p50, p99, longest; ms) in
-quiet and beside the requests, the answers by status, the times of another client's GET /health, and the memory
-(MiB) of ingress and replica: fresh, after one ordinary request of each kind, and after each group of requests. Lists
-answers of 5xx, and memory that in the end is more than 5 % larger than after the ordinary requests.
+after the other. Prints the gaps between the stream's tokens (ms) in quiet and beside the requests, those over twice the
+quiet p99 by request, the times of another client's GET /health, the answers by status, and the memory (MiB) of ingress
+and replica: after one ordinary request of each kind, and after each group of requests. Lists answers of 5xx, and memory
+that in the end is more than 5 % larger than after the ordinary requests.
 """
 
 import argparse
 import json
 import multiprocessing
-import re
 import time
 from collections import Counter
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from multiprocessing.connection import Connection
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
-from hostile_memory import STORED, Slow
-from hostile_requests import GROUPS, HostileRequest, hostile_requests, ordinary_requests
-from servers import add_server_options, crossdock_command, log_of, serving
+from hostile_requests import GROUPS, HostileRequest, Slow, hostile_requests, ordinary_requests
+from servers import add_server_options, command_line, crossdock_command, log_of, memory_mib, serving
 from tables import Row, hardware, table, today, write
 
-STREAM: dict[str, Any] = {
-    "prompt": "Once upon a time",
-    "max_tokens": 400,
-    "temperature": 0,
-    "ignore_eos": True,
-    "stream": True,
-}
+from crossdock.cluster.bench.metrics import spread_ms
+
+STREAM = {"prompt": "Once upon a time", "max_tokens": 400, "temperature": 0, "ignore_eos": True, "stream": True}
 SETTLED_S = 2.0  # after a group of requests; the processes return their memory within a second
 ROLES = ("ingress", "mixed")  # deployments, as Serve names their processes
 
 
-def read_streams(address: str, slo_class: str, orders: Connection) -> None:
-    """Read streams of a class until told to stop. Sends the arrivals of each stream's tokens (s), and its text."""
-    streams: list[tuple[list[float], str]] = []
+class Span(NamedTuple):
+    """Two moments, in seconds: of a gap, an answer, or a group of requests."""
+
+    begin: float
+    end: float
+
+
+class Answered(NamedTuple):
+    """How a request was answered: the status, or the client's error."""
+
+    request: HostileRequest
+    status: str
+    span: Span
+
+
+def read_streams(address: str, orders: Connection) -> None:
+    """Read streams until told to stop. Sends the gaps between their tokens, and their texts."""
+    gaps, texts = list[Span](), list[str]()
     with httpx.Client(base_url=address, timeout=120) as http:
         while not orders.poll():
-            arrivals: list[float] = []
-            text = ""
-            with http.stream("POST", "/v1/completions", json={**STREAM, "service_tier": slo_class}) as answer:
-                if answer.status_code != 200:
-                    text = f"status {answer.status_code}"
-                    time.sleep(0.2)
+            arrivals, text = list[float](), ""
+            with http.stream("POST", "/v1/completions", json=STREAM) as answer:
                 for line in answer.iter_lines():
                     if line.startswith("data: {"):
                         arrivals.append(time.monotonic())
                         data = json.loads(line[6:])
                         text += data["choices"][0]["text"] if "choices" in data else f"error {data}"
-            streams.append((arrivals, text))
-    orders.send(streams)
+            gaps += [Span(*each) for each in pairwise(arrivals)]
+            texts.append(text if answer.status_code == 200 else f"status {answer.status_code}")
+    orders.send((gaps, texts))
 
 
 def read_health(address: str, orders: Connection) -> None:
-    """Ask for /health 20 times a second until told to stop. Sends (end, seconds) of each answer."""
-    answers: list[tuple[float, float]] = []
+    """Ask for /health 20 times a second until told to stop. Sends the span of each answer."""
+    answers = list[Span]()
     with httpx.Client(base_url=address, timeout=120) as http:
         while not orders.poll(0.05):
             begin = time.monotonic()
             http.get("/health").raise_for_status()
-            answers.append((time.monotonic(), time.monotonic() - begin))
+            answers.append(Span(begin, time.monotonic()))
     orders.send(answers)
 
 
-def health(answers: list[tuple[float, float]], phases: list[tuple[float, float]]) -> Row:
-    """Return the times of the answers that ended in one of the phases, in ms."""
-    found = sorted(1000 * s for at, s in answers if any(begin <= at <= end for begin, end in phases))
-    return {
-        "answers": len(found),
-        "p50": found[len(found) // 2],
-        "p99": found[int(0.99 * len(found))],
-        "longest": found[-1],
-    }
+@contextmanager
+def beside(read: Callable[[str, Connection], None], address: str) -> Iterator[Callable[[], Any]]:
+    """Run a reader in a process of its own, and yield a function that stops it and returns what it sends."""
+    ours, theirs = multiprocessing.Pipe()
+    process = multiprocessing.Process(target=read, args=(address, theirs), daemon=True)
+    process.start()
+
+    def stop() -> Any:
+        ours.send("stop")
+        return ours.recv()
+
+    yield stop
+    process.join()
 
 
-def gaps(streams: list[tuple[list[float], str]], phases: list[tuple[float, float]]) -> Row:
-    """Return the gaps between tokens that ended in one of the phases, each (begin, end), in ms."""
-    found = sorted(
-        1000 * (after - before)
-        for arrivals, _ in streams
-        for before, after in pairwise(arrivals)
-        if any(begin <= after <= end for begin, end in phases)
-    )
-    p50, p99 = (found[int(share * len(found))] for share in (0.5, 0.99))
-    return {"gaps": len(found), "p50": p50, "p99": p99, "longest": found[-1]}
+def spread(found: Iterable[Span], phases: Sequence[Span]) -> Row:
+    """Return the spread in ms of those that ended in one of the phases."""
+    ended = [each for each in found if any(phase.begin <= each.end <= phase.end for phase in phases)]
+    return spread_ms(each.end - each.begin for each in ended)
 
 
-def memory(processes: set[int]) -> dict[str, float]:
-    """Return the memory of ingress and replica in MiB; pages that processes share count once (PSS)."""
-    found = {}
-    for pid in processes:
-        try:
-            title = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace")
-            sizes = Path(f"/proc/{pid}/smaps_rollup").read_text()
-        except OSError:
-            continue
-        for role in ROLES:
-            if title.startswith("ray::ServeReplica:") and f":{role}" in title:
-                pss = next(line for line in sizes.splitlines() if line.startswith("Pss:"))
-                found[role] = int(pss.split()[1]) / 1024
-    return found
+def memory(processes: set[int]) -> Row:
+    """Return the memory (PSS) of ingress and replica in MiB."""
+    titles = {pid: title for pid in processes if (title := command_line(pid)).startswith("ray::ServeReplica:")}
+    return {role: memory_mib(pid for pid, title in titles.items() if f":{role}" in title) for role in ROLES}
 
 
 def parts(body: bytes) -> Iterator[bytes]:
@@ -119,89 +111,47 @@ def parts(body: bytes) -> Iterator[bytes]:
         yield body[start : start + size]
 
 
-def send(http: httpx.Client, request: HostileRequest) -> tuple[str, float, str]:
-    """Send a request. Returns the status or the client's error, seconds, and the beginning of the answer."""
-    begin = time.monotonic()
-    try:
-        method = "GET" if request.body is None else "POST"
-        body = parts(request.body) if isinstance(request.body, Slow) else request.body
-        answer = http.request(method, request.path, content=body, headers=request.headers)
-        status, text = str(answer.status_code), answer.text[:300]
-        if answer.status_code >= 400 and len(answer.content) > 3000:
-            status += " (long)"
-    except httpx.HTTPError as error:
-        status, text = type(error).__name__, str(error)
-    return status, time.monotonic() - begin, text
-
-
-def attack(address: str, requests: list[HostileRequest]) -> list[dict[str, Any]]:
+def attack(address: str, requests: Iterable[HostileRequest]) -> list[Answered]:
     """Send requests, one after the other."""
-    results, stored = [], ""
+    found = []
+    head = {"content-type": "application/json"}
     with httpx.Client(base_url=address, timeout=120) as http:
         for request in requests:
-            status, seconds, text = send(http, replace(request, path=request.path.replace(STORED, stored)))
-            if status == "200" and (name := re.match(r'{"id":"(resp_\w+)"', text)):
-                stored = name[1]
-            found = {"group": request.group, "name": request.name, "status": status, "s": seconds}
-            results.append({**found, "at": time.monotonic()})
+            begin = time.monotonic()
+            body = parts(request.body) if isinstance(request.body, Slow) else request.body
+            try:
+                method = "GET" if request.body is None else "POST"
+                answer = http.request(method, request.path, content=body, headers=head)
+                status, text = str(answer.status_code), answer.text
+                status += " (long)" if answer.status_code >= 400 and len(text) > 3000 else ""
+            except httpx.HTTPError as error:
+                status, text = type(error).__name__, str(error)
+            found.append(Answered(request, status, Span(begin, time.monotonic())))
+            seconds = found[-1].span.end - begin
             print(f"{status:>12} {seconds:7.3f} s  {request.group}: {request.name}: {text[:150]}", flush=True)
-    return results
+    return found
 
 
-def slow_gaps(results: list[dict[str, Any]], streams: list[tuple[list[float], str]], over: float) -> dict[str, Row]:
-    """Return, by request, the number and the longest (ms) of the stream's gaps of more than `over` ms beside it.
-
-    A gap counts for the request with which it overlaps most.
-    """
+def slow_gaps(answered: Sequence[Answered], gaps: Iterable[Span], over_s: float) -> dict[str, Row]:
+    """Return, by request, the number and the longest (ms) of the gaps of more than `over_s` that overlap it most."""
     found: dict[str, list[float]] = {}
-    for arrivals, _ in streams:
-        for before, after in pairwise(arrivals):
-            if 1000 * (after - before) <= over:
-                continue
-            overlaps = [
-                (min(after, one["at"]) - max(before, one["at"] - one["s"]), f"{one['group']}: {one['name']}")
-                for one in results
-            ]
-            overlap, name = max(overlaps)
-            if overlap > 0:
-                found.setdefault(name, []).append(1000 * (after - before))
-    rows = {name: Row(gaps=len(each), longest=max(each)) for name, each in found.items()}
-    return dict(sorted(rows.items(), key=lambda row: -max(found[row[0]])))
+    for begin, end in (gap for gap in gaps if gap.end - gap.begin > over_s):
+        overlaps = [(min(end, each.span.end) - max(begin, each.span.begin), each.request) for each in answered]
+        overlap, request = max(overlaps, key=lambda pair: pair[0])
+        if overlap > 0:
+            found.setdefault(f"{request.group}: {request.name}", []).append(1000 * (end - begin))
+    rows: dict[str, Row] = {name: {"gaps": len(each), "longest": max(each)} for name, each in found.items()}
+    return dict(sorted(rows.items(), key=lambda row: -row[1]["longest"]))
 
 
-def report(
-    results: list[dict[str, Any]],
-    rows: dict[str, Row],
-    slow: dict[str, Row],
-    memories: dict[str, Row],
-    texts: set[str],
-) -> str:
-    """Return the results as Markdown."""
-    statuses: dict[str, Row] = {}
-    for group in dict.fromkeys(one["group"] for one in results):
-        counts = Counter(one["status"] for one in results if one["group"] == group)
-        slowest = max(one["s"] for one in results if one["group"] == group)
-        statuses[group] = {**dict(sorted(counts.items())), "slowest, s": slowest}
-    wrong = [
-        f"{one['group']}: {one['name']}: {one['status']}"
-        for one in results
-        if not one["status"][:3].isdecimal() or one["status"] >= "5"
-    ]
-    _, first, *_, last = memories.values()
-    wrong += [
-        f"{role}: {last[role] / size:.0%} of its memory" for role, size in first.items() if last[role] > 1.05 * size
-    ]
-    lines = [
-        f"{today()}, {hardware()}; {len(results)} requests\n",
-        table(rows, "gaps of the stream, and times of /health, ms"),
-        table(statuses, "answers"),
-        table(memories, "memory (PSS), MiB"),
-        f"texts of the stream: {len(texts)} different\n",
-        table(slow, "gaps of more than twice the quiet p99, ms"),
-        "\nno clear answer, or memory that stays:\n",
-        *(f"- {one}" for one in wrong),
-    ]
-    return "\n".join(lines) + "\n"
+def statuses(answered: Sequence[Answered]) -> dict[str, Row]:
+    """Return how often each group of requests had each status, and its slowest answer."""
+    rows: dict[str, Row] = {}
+    for group in dict.fromkeys(each.request.group for each in answered):
+        own = [each for each in answered if each.request.group == group]
+        slowest = max(each.span.end - each.span.begin for each in own)
+        rows[group] = {**dict(sorted(Counter(each.status for each in own).items())), "slowest, s": slowest}
+    return rows
 
 
 def main() -> None:
@@ -210,48 +160,46 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(GROUPS), default=list(GROUPS), help="groups of requests")
     parser.add_argument("--quiet", type=float, default=30.0, help="seconds of the stream alone (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=2, help="how often all requests are sent (default: %(default)s)")
-    parser.add_argument("--clients", type=int, default=1, help="that send at once (default: %(default)s)")
-    parser.add_argument("--slo-class", default="standard", help="class of the stream (default: %(default)s)")
     add_server_options(parser, "hostile", 18360)
     args = parser.parse_args()
     requests = [one for one in hostile_requests() if one.group in args.only]  # made here: that takes CPU time too
-    command = [part for part in crossdock_command(args) if part]
-    with serving("crossdock", command, args, log_of(args, "crossdock")) as server:
-        ours, theirs = multiprocessing.Pipe()
-        reader = multiprocessing.Process(target=read_streams, args=(server.address, args.slo_class, theirs))
-        reader.start()
-        asked, asking = multiprocessing.Pipe()
-        other = multiprocessing.Process(target=read_health, args=(server.address, asking))
-        other.start()
-        time.sleep(3)
-        memories = {"fresh": Row(memory(server.processes))}
-        attack(server.address, list(ordinary_requests()))
+    with (
+        serving("crossdock", crossdock_command(args), args, log_of(args, "crossdock")) as server,
+        beside(read_streams, server.address) as streams,
+        beside(read_health, server.address) as health,
+    ):
+        attack(server.address, ordinary_requests())
         begin = time.monotonic()
         time.sleep(args.quiet)
-        memories["after ordinary requests"] = Row(memory(server.processes))
-        quiet, beside, results = (begin, time.monotonic()), [], []
+        quiet, hostile, answered = Span(begin, time.monotonic()), list[Span](), list[Answered]()
+        memories = {"after ordinary requests": memory(server.processes)}
         for number in range(1, args.rounds + 1):
             for group in args.only:
                 begin = time.monotonic()
-                chosen = [one for one in requests if one.group == group]
-                with ThreadPoolExecutor(args.clients) as pool:
-                    for found in pool.map(lambda _, chosen=chosen: attack(server.address, chosen), range(args.clients)):
-                        results += found
-                beside.append((begin, time.monotonic()))
+                answered += attack(server.address, [one for one in requests if one.group == group])
+                hostile.append(Span(begin, time.monotonic()))
                 time.sleep(SETTLED_S)
-                memories[f"after {group}, round {number}"] = Row(memory(server.processes))
-        ours.send("stop")
-        streams = ours.recv()
-        reader.join()
-        asked.send("stop")
-        answers = asked.recv()
-        other.join()
-    rows = {"quiet": gaps(streams, [quiet]), "beside hostile requests": gaps(streams, beside)}
-    rows |= {"/health in quiet": health(answers, [quiet]), "/health beside": health(answers, beside)}
-    slow = slow_gaps(results, streams, 2 * rows["quiet"]["p99"])
-    texts = {text for _, text in streams[:-1]}
-    found = {"rows": rows, "slow": slow, "memory": memories, "results": results}
-    write(args.output, report(results, rows, slow, memories, texts), found)
+                memories[f"after {group}, round {number}"] = memory(server.processes)
+        (gaps, texts), answers = streams(), health()
+    rows = {"quiet": spread(gaps, [quiet]), "beside hostile requests": spread(gaps, hostile)}
+    rows |= {"/health in quiet": spread(answers, [quiet]), "/health beside": spread(answers, hostile)}
+    slow = slow_gaps(answered, gaps, 2e-3 * rows["quiet"]["p99"])
+    first, *_, last = memories.values()
+    wrong = [f"{one.request.name}: {one.status}" for one in answered if not "200" <= one.status < "500"]
+    wrong += [
+        f"{role}: {last[role] / size:.0%} of its memory" for role, size in first.items() if last[role] > 1.05 * size
+    ]
+    text = [
+        f"{today()}, {hardware()}; {len(answered)} requests\n",
+        table(rows, "gaps of the stream, and times of /health, ms"),
+        table(statuses(answered), "answers"),
+        table(memories, "memory (PSS), MiB"),
+        f"texts of the stream: {len(set(texts[:-1]))} different\n",
+        table(slow, "gaps of more than twice the quiet p99, ms"),
+        "no clear answer, or memory that stays:\n",
+        *(f"- {one}" for one in wrong),
+    ]
+    write(args.output, "\n".join(text) + "\n", {"rows": rows, "slow": slow, "memory": memories, "wrong": wrong})
 
 
 if __name__ == "__main__":

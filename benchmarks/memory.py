@@ -20,7 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from servers import add_server_options, cpu_seconds, crossdock_command, end, launch, log_of, processes_of
+from servers import (
+    add_server_options,
+    command_line,
+    cpu_seconds,
+    crossdock_command,
+    end,
+    launch,
+    log_of,
+    memory_of,
+    processes_of,
+)
 from tables import Row, hardware, medians, table, today, write
 
 LOOK_S = 0.05  # between two looks for new processes
@@ -45,23 +55,9 @@ TITLES = {  # role: text in the command line of its process, the first that is f
 
 def role_of(pid: int) -> str:
     """Return the role of a process by its command line; an empty text where the process has ended."""
-    try:
-        line = Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return ""
+    line = command_line(pid)
     role = next((role for role, text in TITLES.items() if text in line), None)
-    return role or Path(line.split(" ")[0]).name if line else ""
-
-
-def memory_of(pid: int) -> Row:
-    """Return the memory of a process in MiB; nothing where the process has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-    except OSError:
-        return {}
-    sizes = {line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines[1:]}
-    private = sizes["Private_Clean"] + sizes["Private_Dirty"]
-    return {"PSS": sizes["Pss"], "anonymous": sizes["Pss_Anon"], "private": private}
+    return role or Path(line.split(" ")[0]).name
 
 
 def memory_by_role(processes: set[int]) -> dict[str, Row]:
@@ -97,7 +93,7 @@ class Watch:
 @contextmanager
 def started(args: argparse.Namespace, log: Path, watch: Watch) -> Iterator[Callable[[], set[int]]]:
     """Start a server, and yield a function that returns the ids of its processes, once `/ready` answers 200."""
-    mark, command = uuid.uuid4().hex, [part for part in crossdock_command(args) if part]
+    mark, command = uuid.uuid4().hex, crossdock_command(args)
     begin = log.stat().st_size if log.exists() else 0
     process = launch(command, log, mark)
     try:

@@ -42,7 +42,20 @@ def add_server_options(parser: argparse.ArgumentParser, name: str, port: int) ->
 def crossdock_command(args: argparse.Namespace, *flags: str) -> list[str]:
     """Return the command that serves `args.model` with these flags."""
     crossdock = str(Path(sys.executable).with_name("crossdock"))
-    return [crossdock, "serve", str(args.model), "--port", str(args.port), *flags, *args.crossdock_option]
+    model = [str(args.model)] if args.model else []  # none: the embedded one
+    return [crossdock, "serve", *model, "--port", str(args.port), *flags, *args.crossdock_option]
+
+
+def peer_command(args: argparse.Namespace, name: str, budget: int, *flags: str) -> list[str]:
+    """Return the command with which a script of peers/ serves `args.model`."""
+    venv = ["--venv", str(args.venvs / name)] if args.venvs else []
+    script = str(ROOT / "benchmarks" / "peers" / f"{name}.sh")
+    return [script, "serve", str(args.model), "--port", str(args.port), *venv, "--budget", str(budget), *flags]
+
+
+def add_peer_option(parser: argparse.ArgumentParser) -> None:
+    """Add the option of `peer_command`."""
+    parser.add_argument("--venvs", type=Path, help="directory of the peers' environments (default: .cache/peers)")
 
 
 def log_of(args: argparse.Namespace, name: str) -> Path:
@@ -169,16 +182,31 @@ def processes_of(session: int, mark: str) -> set[int]:
     return found
 
 
-def memory_mib(processes: set[int]) -> float:
+def command_line(pid: int) -> str:
+    """Return the words of a process, or the title that it has set; an empty text where the process has ended."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    except OSError:
+        return ""
+
+
+def memory_of(pid: int) -> dict[str, float]:
+    """Return the memory of a process in MiB; nothing where it has ended.
+
+    Pages that processes share count once in `PSS`. No other process has those of `private`.
+    """
+    try:
+        lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    except OSError:
+        return {}
+    sizes = {line.split(":")[0]: int(line.split()[1]) / 1024 for line in lines[1:]}
+    private = sizes["Private_Clean"] + sizes["Private_Dirty"]
+    return {"PSS": sizes["Pss"], "anonymous": sizes["Pss_Anon"], "private": private}
+
+
+def memory_mib(processes: Iterable[int]) -> float:
     """Return the memory of processes; pages that they share count once (PSS)."""
-    total = 0
-    for pid in processes:
-        try:
-            lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
-        except OSError:
-            continue
-        total += sum(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
-    return total / 1024
+    return sum(memory_of(pid).get("PSS", 0.0) for pid in processes)
 
 
 class OtherLoad:
