@@ -20,20 +20,19 @@ all of them; figures are medians over repeats. Run nothing else beside it. The d
 import argparse
 import asyncio
 import json
-import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from servers import OtherLoad, RunningServer, add_server_options, crossdock_command, log_of, serving
-from tables import Row, cell, hardware, markdown, medians, quantiles, today, write
+from in_turn import in_turn, report
+from servers import RunningServer, add_server_options, crossdock_command
+from tables import Row, cell, markdown, quantiles
 
-from crossdock.cluster.bench.http import BenchError
 from crossdock.cluster.bench.metrics import DEFAULT_TARGETS, Targets, parse_targets
 from crossdock.cluster.bench.mix import MIXES
-from crossdock.cluster.bench.report import as_json
 from crossdock.cluster.bench.run import BenchOptions, run_bench
 from crossdock.cluster.bench.workloads import Interference
 from crossdock.workers.model.weights.checkpoint import default_model_dir
@@ -86,13 +85,13 @@ def measure_mix(name: str, setting: str, address: str, args: argparse.Namespace)
         asks_for_classes=setting not in WITHOUT_CLASSES,
         timeout=1800.0,
     )
-    return as_json(asyncio.run(run_bench(options)))
+    return asyncio.run(run_bench(options)).summary
 
 
 def measure_short(address: str, args: argparse.Namespace) -> dict[str, Any]:
     plan = Interference(long_prompts=args.long_prompts, long_prompt_tokens=args.long_prompt_tokens)
     options = BenchOptions(url=address, workload="short-vs-long", interference=plan, seed=args.seed, timeout=1800.0)
-    return as_json(asyncio.run(run_bench(options)))
+    return asyncio.run(run_bench(options)).summary
 
 
 def mix_figures(summary: Mapping[str, Any]) -> Row:
@@ -145,7 +144,7 @@ def mix_table(rows: Mapping[str, Row], targets: Targets) -> str:
         cells = [setting, *(_pair(row, f"{name} good", " %", f"{name} rate", " /s") for name in ("all", *classes))]
         cells += [cell(row.get("interactive gap p99")), *(_p50_p99(row, f"{name} TTFT") for name in classes)]
         cells += [cell(row.get("prefill")), _pair(row, "error p50", " %", "error p90", " %")]
-        lines.append([*cells, _pair(row, "refused", "", "failed", ""), cell(row.get("others"))])
+        lines.append([*cells, _pair(row, "refused", "", "failed", ""), cell(row.get("others CPU %"))])
     return markdown(lines)
 
 
@@ -155,7 +154,7 @@ def short_table(rows: Mapping[str, Row]) -> str:
     lines = [[*head, "long TTFT p50", "failed", "others CPU %"]]
     for setting, row in rows.items():
         cells = [setting, _p50_p99(row, "quiet"), _p50_p99(row, "short"), cell(row.get("count"))]
-        lines.append([*cells, cell(row.get("long p50")), cell(row.get("failed")), cell(row.get("others"))])
+        lines.append([*cells, cell(row.get("long p50")), cell(row.get("failed")), cell(row.get("others CPU %"))])
     return markdown(lines)
 
 
@@ -208,58 +207,32 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def run(args: argparse.Namespace) -> tuple[dict[str, dict[str, list[Row]]], list[dict[str, Any]]]:
-    """Return the figures by part (a mix, or short-vs-long) and setting, one per repeat; and all measurements."""
-    settings = ORDERS if args.short_vs_long else POLICIES
-    parts = ["short-vs-long"] if args.short_vs_long else args.mixes
-    passes: dict[str, dict[str, list[Row]]] = {part: {} for part in parts}
-    raw = []
-    for repeat in range(args.repeats):
-        for name in [name for name in settings if name in args.settings]:
-            print(f"[{repeat + 1}/{args.repeats}] {name}: starting", flush=True)
-            try:
-                with serving(name, crossdock_command(args, *settings[name]), args, log_of(args, name)) as server:
-                    for part in parts:
-                        row, found = _measured(part, name, server, args)
-                        passes[part].setdefault(name, []).append(row)
-                        labels = {"part": part, "setting": name, "repeat": repeat, "start_s": server.start_s}
-                        raw.append({**labels, "figures": row, "run": found})
-                        print(f"  {part}: " + ", ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
-            except (RuntimeError, OSError, BenchError) as error:
-                print(f"  {error}", file=sys.stderr, flush=True)
-    return passes, raw
-
-
-def _measured(part: str, setting: str, server: RunningServer, args: argparse.Namespace) -> tuple[Row, dict[str, Any]]:
-    """Return the figures and all that was measured, with the other load in percent of a core."""
-    others = OtherLoad(server.processes)
-    found = (
-        measure_short(server.address, args) if args.short_vs_long else measure_mix(part, setting, server.address, args)
-    )
-    row = (short_figures if args.short_vs_long else mix_figures)(found["summary"])
-    return row | {"others": 100 * others.share()}, found
+def measure(args: argparse.Namespace, setting: str, server: RunningServer) -> Iterator[tuple[str, Row]]:
+    """Yield the figures of each mix, or of short-vs-long."""
+    if args.short_vs_long:
+        yield "short-vs-long", short_figures(measure_short(server.address, args))
+        return
+    for mix in args.mixes:
+        yield mix, mix_figures(measure_mix(mix, setting, server.address, args))
 
 
 def main() -> None:
     args = parse_args()
     targets = parse_targets(args.slo)
+    settings = ORDERS if args.short_vs_long else POLICIES
+    names = [name for name in settings if name in args.settings]
     with tempfile.TemporaryDirectory() as folder:
         if args.model is None:
             model = default_model_dir()
             args.model = stretched(model, CONTEXT, Path(folder) / f"{model.name}-{CONTEXT}")
-        passes, raw = run(args)
-    text = [f"{args.model.name}; {hardware()}; {today()}; medians of {args.repeats}; times in ms."]
-    results = {part: {name: medians(rows) for name, rows in settings.items()} for part, settings in passes.items()}
-    for part, rows in results.items():
+        passes = in_turn(names, args, lambda name, _: crossdock_command(args, *settings[name]), partial(measure, args))
+
+    def show(part: str, rows: Mapping[str, Row]) -> str:
         if args.short_vs_long:
-            text.append(f"**{part}**, {args.long_prompt_tokens:,}-token prompts:\n\n{short_table(rows)}")
-        else:
-            table = mix_table(rows, targets)
-            text.append(f"**{part}**, {args.duration:.0f} s of arrivals:\n\n{table}\n{verdict(rows)}\n")
-    summary = {"date": today(), "hardware": hardware(), "medians": results, "passes": raw}
-    write(args.output, "\n".join(text), summary)
-    if not raw:
-        sys.exit(1)
+            return f"**{part}**, {args.long_prompt_tokens:,}-token prompts:\n\n{short_table(rows)}"
+        return f"**{part}**, {args.duration:.0f} s of arrivals:\n\n{mix_table(rows, targets)}\n{verdict(rows)}\n"
+
+    report(args, "times in ms", passes, show)
 
 
 if __name__ == "__main__":

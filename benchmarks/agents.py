@@ -15,30 +15,30 @@ Settings run one at a time, each on a server of its own, and alternate in every 
 
 import argparse
 import asyncio
-import sys
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 
-from servers import OtherLoad, RunningServer, add_server_options, crossdock_command, log_of, serving
-from tables import Row, hardware, medians, table, today, write
+from in_turn import in_turn, report
+from servers import RunningServer, add_peer_option, add_server_options, crossdock_command, peer_command
+from tables import Row, table
 from transformers import AutoConfig
 
 from crossdock.cluster.bench.agents import Agents
-from crossdock.cluster.bench.http import BenchError
 from crossdock.cluster.bench.metrics import spread_ms
 from crossdock.cluster.bench.run import BenchOptions, run_bench
 from crossdock.workers.model.weights.checkpoint import default_model_dir
 
-HERE = Path(__file__).resolve().parent
-BUDGET = ("--max-num-batched-tokens", "512")
+BUDGET = 512  # tokens of a step
+_FIXED = ("--chunk-policy", "fixed", "--max-num-batched-tokens", str(BUDGET))
 SETTINGS: dict[str, tuple[int, tuple[str, ...]]] = {  # replicas, and flags
     "one": (1, ()),
     "one-host": (1, ("--kv-cache-host-memory", "{host}")),
     "one-files": (1, ("--kv-cache-files", "{files},8GiB")),
     "two": (2, ()),
     "two-host": (2, ("--kv-cache-host-memory", "{host}")),
-    "two-host-fixed": (2, ("--kv-cache-host-memory", "{host}", "--chunk-policy", "fixed", *BUDGET)),
+    "two-host-fixed": (2, ("--kv-cache-host-memory", "{host}", *_FIXED)),
     "two-files": (2, ("--kv-cache-files", "{files},8GiB")),
     "vllm": (1, ()),
 }
@@ -52,33 +52,23 @@ def token_bytes(model: Path) -> int:
     return int(2 * 2 * config.num_hidden_layers * config.num_key_value_heads * head)
 
 
-def command(name: str, args: argparse.Namespace) -> list[str]:
-    """Return the command that serves the model with one setting."""
+def command(args: argparse.Namespace, name: str, files: Path) -> list[str]:
+    """Return the command that serves the model with one setting. `files`: a folder for pages."""
     if name == "vllm":
-        script = [str(HERE / "peers" / "vllm.sh"), "serve", str(args.model), "--port", str(args.port)]
-        venv = ["--venv", str(args.venvs / "vllm")] if args.venvs else []
         # In pages, because on CPUs vLLM 0.32 takes no notice of --kv-cache-memory-bytes.
         memory = ["--block-size", str(VLLM_PAGE), "--num-gpu-blocks-override", str(args.kv_tokens // VLLM_PAGE)]
-        return [
-            *script,
-            *venv,
-            "--budget",
-            BUDGET[1],
-            *memory,
-            "--enable-prefix-caching",
-            "--enable-prompt-tokens-details",
-        ]
+        cache = ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
+        return peer_command(args, name, BUDGET, *memory, *cache)
     count, flags = SETTINGS[name]
     size = str(args.kv_tokens * token_bytes(args.model) // count)
     pools = ["--pools", f"mixed={count}"] if count > 1 else []
     host = str(args.host_tokens * token_bytes(args.model) // count)
-    tiers = [flag.format(host=host, files=args.files) for flag in flags]
+    tiers = [flag.format(host=host, files=files) for flag in flags]
     return crossdock_command(args, "--kv-cache-memory", size, *tiers, *pools)
 
 
-def measure(server: RunningServer, args: argparse.Namespace) -> Row:
-    """Return the figures of one run."""
-    others = OtherLoad(server.processes)
+def measure(args: argparse.Namespace, _: str, server: RunningServer) -> Iterator[tuple[str, Row]]:
+    """Yield the figures of one run."""
     options = BenchOptions(
         url=server.address,
         workload="agents",
@@ -92,16 +82,23 @@ def measure(server: RunningServer, args: argparse.Namespace) -> Row:
     samples = [sample for sample in result.samples if sample.ok]
     times = sorted(1000 * sample.ttft for sample in samples)
     spread = spread_ms(sample.ttft for sample in samples)
-    return {
-        "turns": len(samples),
-        "failed": summary["requests_failed"] + summary["requests_refused"],
-        "cached %": 100 * (summary["prefix_hit_rate"] or 0.0),
-        "TTFT p50": spread.get("p50", float("nan")),
-        **{f"p{of}": times[min(of * len(times) // 100, len(times) - 1)] if times else float("nan") for of in (95, 99)},
-        "mean": spread.get("mean", float("nan")),
-        "TPOT p50": spread_ms(sample.tpot for sample in samples if sample.tpot is not None).get("p50", float("nan")),
-        "others CPU %": 100 * others.share(),
-    }
+    yield (
+        "agents",
+        {
+            "turns": len(samples),
+            "failed": summary["requests_failed"] + summary["requests_refused"],
+            "cached %": 100 * (summary["prefix_hit_rate"] or 0.0),
+            "TTFT p50": spread.get("p50", float("nan")),
+            **{
+                f"p{of}": times[min(of * len(times) // 100, len(times) - 1)] if times else float("nan")
+                for of in (95, 99)
+            },
+            "mean": spread.get("mean", float("nan")),
+            "TPOT p50": spread_ms(sample.tpot for sample in samples if sample.tpot is not None).get(
+                "p50", float("nan")
+            ),
+        },
+    )
 
 
 def parse_args() -> argparse.Namespace:
@@ -116,44 +113,19 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--duration", type=float, default=150.0, help="seconds of a run (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--venvs", type=Path, help="directory of the peers' environments (default: .cache/peers)")
+    add_peer_option(parser)
     add_server_options(parser, "agents", 8415)
     args = parser.parse_args()
     args.model = args.model or default_model_dir()
     return args
 
 
-def passes_of(args: argparse.Namespace) -> dict[str, list[Row]]:
-    """Measure all settings in turn, `--repeats` times. Return the figures of each setting."""
-    passes: dict[str, list[Row]] = {}
-    for repeat in range(args.repeats):
-        for name in args.settings:
-            print(f"[{repeat + 1}/{args.repeats}] {name}: starting", flush=True)
-            try:
-                with (
-                    TemporaryDirectory(prefix="agents-") as args.files,
-                    serving(name, command(name, args), args, log_of(args, name)) as server,
-                ):
-                    row = measure(server, args)
-            except (RuntimeError, OSError, TimeoutError, BenchError) as error:
-                print(f"  {error or 'the run did not end'}", file=sys.stderr, flush=True)
-                continue
-            passes.setdefault(name, []).append(row)
-            print("  " + ", ".join(f"{key} {value:.4g}" for key, value in row.items()), flush=True)
-    return passes
-
-
 def main() -> None:
     args = parse_args()
-    passes = passes_of(args)
-    results = {name: medians(rows) for name, rows in passes.items()}
-    text = f"{args.model.name}; {hardware()}; {today()}; medians of {args.repeats}; {args.agents} agents, "
     mebibytes = args.kv_tokens * token_bytes(args.model) / 2**20
-    text += f"{args.kv_tokens:,} tokens ({mebibytes:.0f} MiB) of KV memory, {args.duration:.0f} s; times in ms."
-    data = {"date": today(), "hardware": hardware(), "medians": results, "passes": passes}
-    write(args.output, f"{text}\n\n{table(results, 'setting')}", data)
-    if not results:
-        sys.exit(1)
+    caption = f"{args.agents} agents, {args.kv_tokens:,} tokens ({mebibytes:.0f} MiB) of KV memory"
+    passes = in_turn(args.settings, args, partial(command, args), partial(measure, args))
+    report(args, f"{caption}, {args.duration:.0f} s; times in ms", passes, lambda _, rows: table(rows, "setting"))
 
 
 if __name__ == "__main__":

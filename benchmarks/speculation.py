@@ -22,26 +22,27 @@ Settings run one at a time, each on a server of its own, and alternate in every 
 
 import argparse
 import asyncio
+import itertools
 import json
 import statistics
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx
-from servers import OtherLoad, RunningServer, add_server_options, crossdock_command, log_of, serving
+from in_turn import in_turn, report
+from servers import RunningServer, add_peer_option, add_server_options, crossdock_command, peer_command
 from speculation_inputs import CHATS, FORMS, WORKLOADS
-from tables import Row, cell, hardware, markdown, medians, today, write
+from tables import Row, cell, markdown
 
 from crossdock.cluster.bench.http import BenchError, Endpoint, TokenStream
 from crossdock.cluster.bench.metrics import Sample, spread_ms
 from crossdock.cluster.watch.scrape import Scrape
 from crossdock.workers.model.weights.checkpoint import default_model_dir
 
-HERE = Path(__file__).resolve().parent
 MOST = 8  # drafts of a stream, where the length is not fixed
 
 
@@ -146,7 +147,7 @@ async def load(address: str, workload: str, streams: int, args: argparse.Namespa
 
 def measure(server: RunningServer, workload: str, streams: int, args: argparse.Namespace) -> tuple[Row, dict[int, str]]:
     """Return the figures of one cell and its texts."""
-    others, before = OtherLoad(server.processes), scraped(server.address)
+    before = scraped(server.address)
     answers, seconds = asyncio.run(load(server.address, workload, streams, args))
     change = scraped(server.address).since(before)
     tokens = sum(sample.output_tokens for sample in answers.samples)
@@ -157,7 +158,7 @@ def measure(server: RunningServer, workload: str, streams: int, args: argparse.N
     )
     if drafted:
         row |= {"accepted %": 100 * accepted / drafted, "drafted": drafted, "forced": forced}
-    return row | {"others CPU %": 100 * others.share()}, answers.texts
+    return row, answers.texts
 
 
 def scraped(address: str) -> Scrape:
@@ -190,9 +191,6 @@ def verdict(rows: Mapping[str, Row]) -> str:
     return f"Adaptive {ours:.0f} tok/s, {ours / speeds[best]:.2f} times the best of the others ({best}).\n"
 
 
-# -- lookup alone ----------------------------------------------------------------------------------------------------
-
-
 # -- all settings ----------------------------------------------------------------------------------------------------
 
 
@@ -206,61 +204,39 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=6, help="least requests of a cell (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=160, help="most tokens of an answer (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=1)
-    parser.add_argument("--venvs", type=Path, help="directory of the peers' environments (default: .cache/peers)")
+    add_peer_option(parser)
     add_server_options(parser, "speculation", 8413)
     args = parser.parse_args()
     args.model = args.model or default_model_dir()
     return args
 
 
-def command(name: str, args: argparse.Namespace) -> list[str]:
+def command(args: argparse.Namespace, name: str, _: Path) -> list[str]:
     """Return the command that serves the model with one setting."""
     if not name.startswith("vllm"):
         return crossdock_command(args, *SETTINGS[name])
-    script = [str(HERE / "peers" / "vllm.sh"), "serve", str(args.model), "--port", str(args.port), "--budget", "2048"]
-    venv = ["--venv", str(args.venvs / "vllm")] if args.venvs else []
-    return [*script, *venv, "--max-num-seqs", "64", *SETTINGS[name]]
+    return peer_command(args, "vllm", 2048, "--max-num-seqs", "64", *SETTINGS[name])
 
 
-def run(args: argparse.Namespace) -> tuple[dict[str, dict[str, list[Row]]], list[dict[str, Any]]]:
-    """Return the figures by cell and setting, one per repeat; and all that was measured."""
-    passes: dict[str, dict[str, list[Row]]] = {}
-    first: dict[str, dict[int, str]] = {}
-    raw = []
-    for repeat in range(args.repeats):
-        for name in args.settings:
-            print(f"[{repeat + 1}/{args.repeats}] {name}: starting", flush=True)
-            try:
-                with serving(name, command(name, args), args, log_of(args, name)) as server:
-                    args.served = httpx.get(f"{server.address}/v1/models").json()["data"][0]["id"]
-                    asyncio.run(load(server.address, "all", 2, args))  # caches and kernels
-                    for streams in args.streams:
-                        for workload in args.workloads:
-                            part = f"{workload}, {streams} stream{'s' * (streams > 1)}"
-                            row, texts = measure(server, workload, streams, args)
-                            same = first.setdefault(part, texts)
-                            row["same %"] = 100 * statistics.mean(same[key] == text for key, text in texts.items())
-                            passes.setdefault(part, {}).setdefault(name, []).append(row)
-                            raw.append({"part": part, "setting": name, "repeat": repeat, "figures": row})
-                            print(
-                                f"  {part}: " + ", ".join(f"{key} {value:.4g}" for key, value in row.items()),
-                                flush=True,
-                            )
-            except (RuntimeError, OSError, BenchError) as error:
-                print(f"  {error}", file=sys.stderr, flush=True)
-    return passes, raw
+def cells(
+    args: argparse.Namespace, first: dict[str, dict[int, str]], _: str, server: RunningServer
+) -> Iterator[tuple[str, Row]]:
+    """Yield the figures of all cells. `first`: the texts of the first setting, by cell."""
+    args.served = httpx.get(f"{server.address}/v1/models").json()["data"][0]["id"]
+    asyncio.run(load(server.address, "all", 2, args))  # caches and kernels
+    for streams, workload in itertools.product(args.streams, args.workloads):
+        part = f"{workload}, {streams} stream{'s' * (streams > 1)}"
+        row, texts = measure(server, workload, streams, args)
+        same = first.setdefault(part, texts)
+        row["same %"] = 100 * statistics.mean(same[key] == text for key, text in texts.items())
+        yield part, row
 
 
 def main() -> None:
     args = parse_args()
-    head = f"{args.model.name}; {hardware()}; {today()}"
-    passes, raw = run(args)
-    results = {part: {name: medians(rows) for name, rows in settings.items()} for part, settings in passes.items()}
-    text = [f"{head}; medians of {args.repeats}; answers of at most {args.tokens} tokens; times in ms."]
-    text += [f"**{part}**\n\n{table(rows)}\n{verdict(rows)}" for part, rows in results.items()]
-    write(args.output, "\n".join(text), {"date": today(), "hardware": hardware(), "medians": results, "passes": raw})
-    if not raw:
-        sys.exit(1)
+    passes = in_turn(args.settings, args, partial(command, args), partial(cells, args, {}))
+    caption = f"answers of at most {args.tokens} tokens; times in ms"
+    report(args, caption, passes, lambda part, rows: f"**{part}**\n\n{table(rows)}\n{verdict(rows)}")
 
 
 if __name__ == "__main__":

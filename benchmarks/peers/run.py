@@ -17,25 +17,34 @@ it), the host's other guests included.
 import argparse
 import asyncio
 import itertools
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from math import nan
 from pathlib import Path
 from typing import Any, TypeAlias
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for servers and tables
 
-from servers import OtherLoad, RunningServer, add_server_options, crossdock_command, log_of, memory_mib, serving
-from tables import Row, hardware, medians, table, today, write
+from in_turn import report, shown
+from servers import (
+    OtherLoad,
+    RunningServer,
+    add_peer_option,
+    add_server_options,
+    crossdock_command,
+    log_of,
+    memory_mib,
+    peer_command,
+    serving,
+)
+from tables import Row, table
 
 from crossdock.cluster.bench.http import BenchError
-from crossdock.cluster.bench.report import as_json
-from crossdock.cluster.bench.run import BenchOptions, run_bench
+from crossdock.cluster.bench.run import BenchOptions, BenchResult, run_bench
 from crossdock.cluster.bench.workloads import Interference
 
-HERE = Path(__file__).resolve().parent
 PEERS = ("vllm", "llamacpp", "transformers", "rayserve")
 WORKLOADS = ("chat", "prefill", "shared-prefix", "interference")
 _ADAPTIVE = 0
@@ -72,10 +81,8 @@ class ServerSpec:
             fixed = ["--chunk-policy", "fixed", "--prefill-order", "fcfs", "--max-num-batched-tokens", str(self.budget)]
             policy = [*fixed, *whole] if self.budget != _ADAPTIVE else []
             return crossdock_command(args, *policy)
-        model = str(args.gguf if self.name == "llamacpp" and args.gguf else args.model)
-        script = str(HERE / f"{self.name}.sh")
-        command = [script, "serve", model, "--port", str(args.port), "--budget", str(self.budget)]
-        return [*command, *(["--venv", str(args.venvs / self.name)] if args.venvs else [])]
+        model = args.gguf if self.name == "llamacpp" and args.gguf else args.model
+        return peer_command(argparse.Namespace(**{**vars(args), "model": model}), self.name, self.budget)
 
     def model(self, args: argparse.Namespace) -> str | None:
         """Return the model to ask for; None: the first that the server lists."""
@@ -86,7 +93,7 @@ class ServerSpec:
 Running: TypeAlias = tuple[ServerSpec, RunningServer]
 
 
-def measure(spec: ServerSpec, workload: str, address: str, args: argparse.Namespace) -> dict[str, Any]:
+def measure(spec: ServerSpec, workload: str, address: str, args: argparse.Namespace) -> BenchResult:
     counts = {"chat": args.chat_requests, "prefill": args.prefill_requests}
     options = BenchOptions(
         url=address,
@@ -97,53 +104,54 @@ def measure(spec: ServerSpec, workload: str, address: str, args: argparse.Namesp
         interference=Interference(long_prompts=args.long_prompts),
         seed=args.seed,
     )
-    return as_json(asyncio.run(asyncio.wait_for(run_bench(options), args.workload_timeout)))
+    return asyncio.run(asyncio.wait_for(run_bench(options), args.workload_timeout))
 
 
-def measure_all(running: Sequence[Running], args: argparse.Namespace) -> list[dict[str, dict[str, Any]]]:
-    """Run the workloads, each on all servers in turn. A server has none after one that fails or takes too long: its
-    requests would disturb the next."""
-    runs: list[dict[str, dict[str, Any]]] = [{} for _ in running]
+def measure_all(running: Sequence[Running], args: argparse.Namespace) -> list[Row]:
+    """Return the figures of each server: workloads one after the other, each on all servers in turn. A server has none
+    after one that fails or takes too long: its requests would disturb the next."""
+    rows: list[Row] = [dict.fromkeys(("failed", "refused", "others CPU %", "client CPU %"), 0.0) for _ in running]
     left_out: set[str] = set()
     for workload in args.workloads:
-        for (spec, server), done in zip(running, runs, strict=True):
+        for (spec, server), row in zip(running, rows, strict=True):
             if spec.label in left_out:
                 continue
             others = OtherLoad(server.processes)
             try:
-                done[workload] = measure(spec, workload, server.address, args) | {"others_cpu_share": others.share()}
+                result = measure(spec, workload, server.address, args)
             except (TimeoutError, BenchError) as error:
                 reason = str(error) or f"not done within {args.workload_timeout:.0f} s"
                 later = "this and the later workloads are left out"
                 print(f"  {spec.label}, {workload}: {reason}; {later}", file=sys.stderr, flush=True)
                 left_out.add(spec.label)
-    return runs
+                continue
+            row |= figures(workload, result.summary)
+            row["failed"] += result.summary["requests_failed"]
+            row["refused"] += result.summary["requests_refused"]
+            row["others CPU %"] = max(row["others CPU %"], 100 * others.share())
+            row["client CPU %"] = max(row["client CPU %"], 100 * result.client_cpu_share)
+    return rows
 
 
-def figures(runs: dict[str, dict[str, Any]]) -> Row:
-    """Return the figures of one pass over one server."""
-    row: Row = {}
-    if "chat" in runs:
-        chat = runs["chat"]["summary"]
-        row["chat tok/s"] = chat["output_tokens_per_s"]
-        row["chat TTFT p50"] = chat["ttft_ms"].get("p50", float("nan"))
-        row["chat gap p50"] = chat["gap_ms"].get("p50", float("nan"))
-        row["chat gap p99"] = chat["gap_ms"].get("p99", float("nan"))
-    if "prefill" in runs:
-        row["prefill tok/s"] = runs["prefill"]["summary"]["prompt_tokens_per_s"]
-    if "shared-prefix" in runs:
-        row["prefix wall s"] = runs["shared-prefix"]["summary"]["duration_s"]
-    if "interference" in runs:
-        gaps = runs["interference"]["summary"]["interference"]
-        row["quiet gap p50"] = gaps["quiet_gap_ms"].get("p50", float("nan"))
-        row["interfered gap p50"] = gaps["interfered_gap_ms"].get("p50", float("nan"))
-        row["interfered gap p99"] = gaps["interfered_gap_ms"].get("p99", float("nan"))
-        row["long TTFT p50"] = gaps["long_ttft_ms"].get("p50", float("nan"))
-    row["failed"] = sum(run["summary"]["requests_failed"] for run in runs.values())
-    row["refused"] = sum(run["summary"]["requests_refused"] for run in runs.values())
-    row["others CPU %"] = 100 * max((run["others_cpu_share"] for run in runs.values()), default=0.0)
-    row["client CPU %"] = 100 * max((run["client_cpu_share"] for run in runs.values()), default=0.0)
-    return row
+def figures(workload: str, summary: dict[str, Any]) -> Row:
+    """Return the figures of one workload on one server."""
+    if workload == "chat":
+        gaps = {f"chat gap {name}": summary["gap_ms"].get(name, nan) for name in ("p50", "p99")}
+        return {
+            "chat tok/s": summary["output_tokens_per_s"],
+            "chat TTFT p50": summary["ttft_ms"].get("p50", nan),
+        } | gaps
+    if workload == "prefill":
+        return {"prefill tok/s": summary["prompt_tokens_per_s"]}
+    if workload == "shared-prefix":
+        return {"prefix wall s": summary["duration_s"]}
+    found = summary["interference"]
+    columns = {"quiet gap": ("p50",), "interfered gap": ("p50", "p99"), "long TTFT": ("p50",)}
+    return {
+        f"{name} {quantile}": found[f"{name.lower().replace(' ', '_')}_ms"].get(quantile, nan)
+        for name, quantiles in columns.items()
+        for quantile in quantiles
+    }
 
 
 def start(spec: ServerSpec, args: argparse.Namespace, number: int, stack: ExitStack) -> RunningServer:
@@ -164,7 +172,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--prefill-requests", type=int, default=4)
     parser.add_argument("--long-prompts", type=int, default=4)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--venvs", type=Path, help="directory of the peers' environments (default: .cache/peers)")
+    add_peer_option(parser)
     parser.add_argument("--workload-timeout", type=float, default=300.0, help="seconds; longer workloads are left out")
     add_server_options(parser, "peers", 8411)
     given = parser.parse_args()
@@ -176,34 +184,20 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     passes: dict[str, list[Row]] = {}
-    raw: list[dict[str, Any]] = []
     groups = [args.servers] if args.together else [[spec] for spec in args.servers]
     for repeat, group in itertools.product(range(args.repeats), groups):
         print(f"[{repeat + 1}/{args.repeats}] {', '.join(spec.label for spec in group)}: starting", flush=True)
         try:
             with ExitStack() as stack:
                 running = [(spec, start(spec, args, number, stack)) for number, spec in enumerate(group)]
-                load = os.getloadavg()[0]
-                all_runs = measure_all(running, args)
-                rows = [
-                    figures(runs) | {"memory MiB": memory_mib(server.processes), "start s": server.start_s}
-                    for (_, server), runs in zip(running, all_runs, strict=True)
-                ]
+                for (spec, server), row in zip(running, measure_all(running, args), strict=True):
+                    row |= {"memory MiB": memory_mib(server.processes), "start s": server.start_s}
+                    passes.setdefault(spec.label, []).append(row)
+                    print(f"  {spec.label}: {shown(row)}", flush=True)
         except (RuntimeError, OSError) as error:
             print(f"  {error}", file=sys.stderr, flush=True)
-            continue
-        for spec, runs, row in zip(group, all_runs, rows, strict=True):
-            passes.setdefault(spec.label, []).append(row)
-            raw.append(
-                {"server": spec.label, "repeat": repeat, "load_average_before": load, "figures": row, "runs": runs}
-            )
-            print("  " + ", ".join(f"{name} {value:.4g}" for name, value in row.items()), flush=True)
-    caption = f"{args.model.name}, bf16; {hardware()}; {today()}; medians of {args.repeats}; times in ms."
-    results = {label: medians(rows) for label, rows in passes.items()}
-    data = {"date": today(), "hardware": hardware(), "medians": results, "passes": raw}
-    write(args.output, f"{caption}\n\n{table(results, 'server')}", data)
-    if not results:
-        sys.exit(1)
+    found = {"peers": passes} if passes else {}
+    report(args, "bf16; times in ms", found, lambda _, rows: table(rows, "server"))
 
 
 if __name__ == "__main__":
