@@ -4,41 +4,40 @@ from typing import Any
 
 import anthropic
 from cases import (
+    ASKS,
     FOUND_BOTH,
+    HI,
     KEY,
     MODEL,
     NO_PICTURE,
+    PARIS,
     PICTURES,
+    SCHEMA,
     STORY,
     THOUGHT,
-    TWO_CITIES,
     URL,
+    Weather,
+    case,
     equal,
     get_weather,
     raised,
     run,
 )
-from pydantic import BaseModel
 
 client = anthropic.Anthropic(base_url=URL, api_key=KEY, max_retries=0)
 seeing = anthropic.Anthropic(base_url=PICTURES["url"], api_key=KEY, max_retries=0)
 limits = {"max_tokens": PICTURES["num_tokens"], "extra_body": {"temperature": 0}}  # the client has no temperature
-HI = [{"role": "user", "content": "Hi"}]
-SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 TOOL = {"name": "get_weather", "description": "The weather in a city", "input_schema": SCHEMA}
 
 
-class Weather(BaseModel):
-    city: str
-    degrees: int
-
-
+@case("chat")
 def chat() -> None:
     answer = client.messages.create(model=MODEL, max_tokens=500, messages=HI)
     equal([block.type for block in answer.content], ["thinking", "text"])
     equal((answer.content[0].thinking.strip(), answer.content[1].text), (THOUGHT, STORY))
 
 
+@case("chat, streamed")
 def stream() -> None:
     with client.messages.stream(model=MODEL, max_tokens=500, messages=HI) as events:
         texts = list(events.text_stream)
@@ -47,8 +46,9 @@ def stream() -> None:
     equal((final.content[-1].text, final.stop_reason), (STORY, "end_turn"))
 
 
+@case("two parallel calls")
 def tools() -> None:
-    messages = [{"role": "user", "content": TWO_CITIES}]
+    messages = [*ASKS]
     for _ in range(3):
         answer = client.messages.create(model=MODEL, max_tokens=900, messages=messages, tools=[TOOL])
         if answer.stop_reason != "tool_use":
@@ -61,16 +61,18 @@ def tools() -> None:
     equal(answer.content[-1].text, FOUND_BOTH)
 
 
+@case("tool runner")
 def runner() -> None:
     weather = anthropic.beta_tool(get_weather)
-    messages = [{"role": "user", "content": TWO_CITIES}]
+    messages = [*ASKS]
     running = client.beta.messages.tool_runner(model=MODEL, max_tokens=900, messages=messages, tools=[weather])
     equal(running.until_done().content[-1].text, FOUND_BOTH)
 
 
+@case("tool runner, streamed")
 def streaming_runner() -> None:
     weather = anthropic.beta_tool(get_weather)
-    messages = [{"role": "user", "content": TWO_CITIES}]
+    messages = [*ASKS]
     turns = [
         turn.get_final_message()
         for turn in client.beta.messages.tool_runner(
@@ -80,11 +82,13 @@ def streaming_runner() -> None:
     equal(turns[-1].content[-1].text, FOUND_BOTH)
 
 
+@case("structured output")
 def parse() -> None:
     answer = client.messages.parse(model=MODEL, max_tokens=500, messages=HI, output_format=Weather)
-    equal(answer.parsed_output, Weather(city="Paris", degrees=21))
+    equal(answer.parsed_output, PARIS)
 
 
+@case("tokens counted")
 def count() -> None:
     assert client.messages.count_tokens(model=MODEL, messages=HI, tools=[TOOL]).input_tokens > 20
 
@@ -94,6 +98,7 @@ def _image(url: str) -> Any:
     return {"type": "image", "source": source}
 
 
+@case("two pictures")
 def pictures() -> None:
     first, second = map(_image, PICTURES["images"])
     content = [first, {"type": "text", "text": PICTURES["between"]}, second]
@@ -104,6 +109,7 @@ def pictures() -> None:
     equal(seeing.messages.count_tokens(model=MODEL, messages=messages).input_tokens, PICTURES["prompt_tokens"])
 
 
+@case("picture that is none")
 def wrong_picture() -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "Look:"}, _image(NO_PICTURE)]}]
     asking = seeing.messages.create
@@ -114,6 +120,7 @@ def wrong_picture() -> None:
     )
 
 
+@case("errors 401, 400, 404")
 def errors() -> None:
     wrong = anthropic.Anthropic(base_url=URL, api_key="wrong", max_retries=0)
     raised(anthropic.AuthenticationError, lambda: wrong.messages.create(model=MODEL, max_tokens=5, messages=HI), "401")
@@ -125,19 +132,4 @@ def errors() -> None:
     raised(anthropic.NotFoundError, lambda: client.messages.create(model="other", max_tokens=5, messages=HI), "other")
 
 
-run(
-    "anthropic (Python)",
-    "anthropic",
-    {
-        "chat": chat,
-        "chat, streamed": stream,
-        "two parallel calls": tools,
-        "tool runner": runner,
-        "tool runner, streamed": streaming_runner,
-        "structured output": parse,
-        "tokens counted": count,
-        "two pictures": pictures,
-        "picture that is none": wrong_picture,
-        "errors 401, 400, 404": errors,
-    },
-)
+run("anthropic (Python)", "anthropic")

@@ -6,15 +6,18 @@ from typing import Any
 import anthropic
 import openai
 from cases import (
+    ASKS,
     FOUND_BOTH,
     KEY,
     MODEL,
     NO_PICTURE,
+    PARIS,
     PICTURE_LIMITS,
     PICTURES,
     STORY,
-    TWO_CITIES,
     URL,
+    Weather,
+    case,
     equal,
     get_weather,
     raised,
@@ -23,14 +26,6 @@ from cases import (
 from langchain.agents import create_agent
 from langchain_anthropic import ChatAnthropic
 from langchain_openai import ChatOpenAI
-from pydantic import BaseModel
-
-
-class Weather(BaseModel):
-    """The weather in a city."""
-
-    city: str
-    degrees: int
 
 
 def chats(key: str = KEY, url: str = URL, **more: Any) -> ChatOpenAI:
@@ -56,28 +51,34 @@ def image(url: str) -> dict[str, Any]:
     return {"type": "image", "base64": url.partition(",")[2], "mime_type": "image/png"}
 
 
-def cases(name: str, new: Any, wrong_key: type[Exception], bad: type[Exception]) -> dict[str, Any]:
+def add_cases(name: str, new: Any, wrong_key: type[Exception], bad: type[Exception]) -> None:
+    @case(f"{name}: chat")
     def chat() -> None:
         equal(new().invoke("Hi").text, STORY)
 
+    @case(f"{name}: streamed")
     def stream() -> None:
         equal("".join(chunk.text for chunk in new().stream("Hi")), STORY)
 
+    @case(f"{name}: agent, two parallel calls")
     def tools() -> None:
         agent = create_agent(new(), tools=[get_weather])
-        found = agent.invoke({"messages": [{"role": "user", "content": TWO_CITIES}]})
+        found = agent.invoke({"messages": ASKS})
         equal(found["messages"][-1].text, FOUND_BOTH)
 
+    @case(f"{name}: the same, streamed")
     def streamed_tools() -> None:
         agent = create_agent(new(streaming=True), tools=[get_weather])
-        found = agent.invoke({"messages": [{"role": "user", "content": TWO_CITIES}]})
+        found = agent.invoke({"messages": ASKS})
         equal(found["messages"][-1].text, FOUND_BOTH)
 
+    @case(f"{name}: structured output, both ways")
     def structured() -> None:
         for method in ("function_calling", "json_schema"):
             answer = new().with_structured_output(Weather, method=method).invoke("Hi")
-            equal(answer, Weather(city="Paris", degrees=21))
+            equal(answer, PARIS)
 
+    @case(f"{name}: two pictures, in both kinds of blocks")
     def pictures() -> None:
         for block in (image_url, image):
             first, second = map(block, PICTURES["images"])
@@ -86,36 +87,21 @@ def cases(name: str, new: Any, wrong_key: type[Exception], bad: type[Exception])
             equal(answer.text, PICTURES["text"])
             equal(answer.usage_metadata["input_tokens"], PICTURES["prompt_tokens"])
 
+    @case(f"{name}: picture that is none")
     def wrong_picture() -> None:
         for block in (image_url, image):
             content = [{"type": "text", "text": "Look:"}, block(NO_PICTURE)]
             asking = new(url=PICTURES["url"]).invoke
             raised(bad, partial(asking, [{"role": "user", "content": content}]), "[0].content[1]")
 
+    @case(f"{name}: errors 401, 400")
     def errors() -> None:
         raised(wrong_key, lambda: new("wrong").invoke("Hi"), "401")
         raised(bad, lambda: new(top_p=7).invoke("Hi"), "top_p")
 
-    return {
-        f"{name}: chat": chat,
-        f"{name}: streamed": stream,
-        f"{name}: agent, two parallel calls": tools,
-        f"{name}: the same, streamed": streamed_tools,
-        f"{name}: structured output, both ways": structured,
-        f"{name}: two pictures, in both kinds of blocks": pictures,
-        f"{name}: picture that is none": wrong_picture,
-        f"{name}: errors 401, 400": errors,
-    }
 
-
-OPENAI = (openai.AuthenticationError, openai.BadRequestError)
-run(
-    "LangChain (langchain-openai)",
-    "langchain-openai",
-    cases("chats", chats, *OPENAI) | cases("responses", responses, *OPENAI),
-)
-run(
-    "LangChain (langchain-anthropic)",
-    "langchain-anthropic",
-    cases("messages", messages, anthropic.AuthenticationError, anthropic.BadRequestError),
-)
+for api in (chats, responses):
+    add_cases(api.__name__, api, openai.AuthenticationError, openai.BadRequestError)
+run("LangChain (langchain-openai)", "langchain-openai")
+add_cases("messages", messages, anthropic.AuthenticationError, anthropic.BadRequestError)
+run("LangChain (langchain-anthropic)", "langchain-anthropic")

@@ -11,15 +11,9 @@ from agents import (
     function_tool,
     set_tracing_disabled,
 )
-from cases import FOUND_BOTH, KEY, MODEL, STORY, TWO_CITIES, URL, equal, get_weather, run
-from pydantic import BaseModel
+from cases import FOUND_BOTH, KEY, MODEL, PARIS, STORY, TWO_CITIES, URL, Weather, case, equal, get_weather, run
 
 set_tracing_disabled(True)
-
-
-class Weather(BaseModel):
-    city: str
-    degrees: int
 
 
 def model(kind: Any, key: str = KEY) -> Any:
@@ -27,14 +21,17 @@ def model(kind: Any, key: str = KEY) -> Any:
     return kind(model=MODEL, openai_client=client)
 
 
-def cases(kind: Any) -> dict[str, Any]:
+def add_cases(name: str, kind: Any) -> None:
+    @case(f"{name}: chat")
     async def chat() -> None:
         equal((await Runner.run(Agent(name="A", model=model(kind)), "Hi")).final_output, STORY)
 
+    @case(f"{name}: two parallel calls")
     async def tools() -> None:
         agent = Agent(name="A", instructions="Be short.", model=model(kind), tools=[function_tool(get_weather)])
         equal((await Runner.run(agent, TWO_CITIES)).final_output, FOUND_BOTH)
 
+    @case(f"{name}: the same, streamed")
     async def streamed() -> None:
         agent = Agent(name="A", model=model(kind), tools=[function_tool(get_weather)])
         result = Runner.run_streamed(agent, TWO_CITIES)
@@ -42,10 +39,12 @@ def cases(kind: Any) -> dict[str, Any]:
         assert "raw_response_event" in kinds
         equal(result.final_output, FOUND_BOTH)
 
+    @case(f"{name}: structured output")
     async def structured() -> None:
         agent = Agent(name="A", model=model(kind), output_type=Weather)
-        equal((await Runner.run(agent, "Hi")).final_output, Weather(city="Paris", degrees=21))
+        equal((await Runner.run(agent, "Hi")).final_output, PARIS)
 
+    @case(f"{name}: error 401")
     async def errors() -> None:
         try:
             await Runner.run(Agent(name="A", model=model(kind, "wrong")), "Hi")
@@ -53,14 +52,7 @@ def cases(kind: Any) -> dict[str, Any]:
             return
         raise AssertionError("no AuthenticationError was raised")
 
-    name = "responses" if kind is OpenAIResponsesModel else "chats"
-    return {
-        f"{name}: chat": chat,
-        f"{name}: two parallel calls": tools,
-        f"{name}: the same, streamed": streamed,
-        f"{name}: structured output": structured,
-        f"{name}: error 401": errors,
-    }
 
-
-run("openai-agents (Python)", "openai-agents", cases(OpenAIResponsesModel) | cases(OpenAIChatCompletionsModel))
+add_cases("responses", OpenAIResponsesModel)
+add_cases("chats", OpenAIChatCompletionsModel)
+run("openai-agents (Python)", "openai-agents")

@@ -5,48 +5,42 @@ from typing import Any
 
 import openai
 from cases import (
+    ASKS,
     FOUND_BOTH,
+    HI,
     KEY,
     MODEL,
     NO_PICTURE,
     ONE_CITY,
+    PARIS,
     PICTURE_LIMITS,
     PICTURES,
+    SCHEMA,
     STORY,
     THOUGHT,
-    TWO_CITIES,
     URL,
+    Weather,
+    case,
     equal,
     get_weather,
     raised,
     run,
 )
-from pydantic import BaseModel
 
 client = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, max_retries=0)
 seeing = openai.OpenAI(base_url=f"{PICTURES['url']}/v1", api_key=KEY, max_retries=0)
-HI = [{"role": "user", "content": "Hi"}]
-PARAMETERS = {
-    "type": "object",
-    "properties": {"city": {"type": "string"}},
-    "required": ["city"],
-    "additionalProperties": False,
-}
-CHAT_TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
-TOOL = {"type": "function", "name": "get_weather", "parameters": PARAMETERS, "strict": True}
+CHAT_TOOL = {"type": "function", "function": {"name": "get_weather", "parameters": SCHEMA}}
+TOOL = {"type": "function", "name": "get_weather", "parameters": SCHEMA, "strict": True}
 
 
-class Weather(BaseModel):
-    city: str
-    degrees: int
-
-
+@case("chat")
 def chat() -> None:
     answer = client.chat.completions.create(model=MODEL, messages=HI)
     equal(answer.choices[0].message.content, STORY)
     equal(answer.choices[0].message.reasoning_content.strip(), THOUGHT)
 
 
+@case("chat, streamed")
 def chat_stream() -> None:
     with client.chat.completions.stream(model=MODEL, messages=HI, stream_options={"include_usage": True}) as stream:
         texts = [event.delta for event in stream if event.type == "content.delta"]
@@ -56,8 +50,9 @@ def chat_stream() -> None:
     assert final.usage.completion_tokens > 0
 
 
+@case("chat, two parallel calls")
 def chat_tools() -> None:
-    messages = [{"role": "user", "content": TWO_CITIES}]
+    messages = [*ASKS]
     for _ in range(3):
         answer = client.chat.completions.create(model=MODEL, messages=messages, tools=[CHAT_TOOL])
         message = answer.choices[0].message
@@ -71,17 +66,20 @@ def chat_tools() -> None:
     equal(message.content, FOUND_BOTH)
 
 
+@case("chat, forced call")
 def chat_required() -> None:
     messages = [{"role": "user", "content": ONE_CITY}]
     answer = client.chat.completions.create(model=MODEL, messages=messages, tools=[CHAT_TOOL], tool_choice="required")
     equal(json.loads(answer.choices[0].message.tool_calls[0].function.arguments), {"city": "Paris"})
 
 
+@case("chat, structured output")
 def chat_parse() -> None:
     answer = client.chat.completions.parse(model=MODEL, messages=HI, response_format=Weather)
-    equal(answer.choices[0].message.parsed, Weather(city="Paris", degrees=21))
+    equal(answer.choices[0].message.parsed, PARIS)
 
 
+@case("response, streamed")
 def response_stream() -> None:
     with client.responses.stream(model=MODEL, input="Hi") as stream:
         texts = [event.delta for event in stream if event.type == "response.output_text.delta"]
@@ -91,8 +89,9 @@ def response_stream() -> None:
     equal([item.type for item in final.output], ["reasoning", "message"])
 
 
+@case("response, two parallel calls")
 def response_tools() -> None:
-    items = [{"role": "user", "content": TWO_CITIES}]
+    items = [*ASKS]
     for _ in range(3):
         answer = client.responses.create(model=MODEL, input=items, tools=[TOOL], store=False)
         items += answer.output
@@ -105,11 +104,13 @@ def response_tools() -> None:
     equal(answer.output_text, FOUND_BOTH)
 
 
+@case("response, structured output")
 def response_parse() -> None:
     answer = client.responses.parse(model=MODEL, input="Hi", text_format=Weather)
-    equal(answer.output_parsed, Weather(city="Paris", degrees=21))
+    equal(answer.output_parsed, PARIS)
 
 
+@case("embeddings")
 def embeddings() -> None:
     texts = ["a text", "another text", "a text"]
     answer = client.embeddings.create(model=MODEL, input=texts)  # asks for base64, and decodes it
@@ -130,6 +131,7 @@ def _chat_with_pictures(**more: Any) -> Any:
     return seeing.chat.completions.create(model=MODEL, messages=messages, **PICTURE_LIMITS, **more)
 
 
+@case("chat, two pictures")
 def chat_pictures() -> None:
     answer = _chat_with_pictures()
     equal(answer.choices[0].message.content, PICTURES["text"])
@@ -140,6 +142,7 @@ def chat_pictures() -> None:
     assert without.choices[0].message.content != PICTURES["text"]
 
 
+@case("chat, two pictures, streamed")
 def chat_pictures_stream() -> None:
     chunks = list(_chat_with_pictures(stream=True, stream_options={"include_usage": True}))
     equal("".join(chunk.choices[0].delta.content or "" for chunk in chunks if chunk.choices), PICTURES["text"])
@@ -151,6 +154,7 @@ def _input(*urls: str) -> Any:
     return [{"role": "user", "content": [first, {"type": "input_text", "text": PICTURES["between"]}, *others]}]
 
 
+@case("response, two pictures")
 def response_pictures() -> None:
     limits = {"max_output_tokens": PICTURES["num_tokens"], "temperature": 0}
     answer = seeing.responses.create(model=MODEL, input=_input(*PICTURES["images"]), **limits)
@@ -160,6 +164,7 @@ def response_pictures() -> None:
     assert after.usage.input_tokens > PICTURES["prompt_tokens"], after.usage  # the stored conversation has them too
 
 
+@case("picture that is none")
 def wrong_picture() -> None:
     part = {"type": "image_url", "image_url": {"url": NO_PICTURE}}
     messages = [{"role": "user", "content": [{"type": "text", "text": "Look:"}, part]}]
@@ -172,10 +177,12 @@ def wrong_picture() -> None:
     raised(openai.BadRequestError, lambda: told(model=MODEL, messages=messages), "messages[0].content[1]")
 
 
+@case("models")
 def models() -> None:
     equal([model.id for model in client.models.list()], [MODEL])
 
 
+@case("errors 401, 400, 404")
 def errors() -> None:
     wrong = openai.OpenAI(base_url=f"{URL}/v1", api_key="wrong", max_retries=0)
     raised(openai.AuthenticationError, lambda: wrong.responses.create(model=MODEL, input="Hi"), "401")
@@ -187,24 +194,4 @@ def errors() -> None:
     raised(openai.NotFoundError, lambda: client.chat.completions.create(model="other", messages=HI), "other")
 
 
-run(
-    "openai (Python)",
-    "openai",
-    {
-        "chat": chat,
-        "chat, streamed": chat_stream,
-        "chat, two parallel calls": chat_tools,
-        "chat, forced call": chat_required,
-        "chat, structured output": chat_parse,
-        "response, streamed": response_stream,
-        "response, two parallel calls": response_tools,
-        "response, structured output": response_parse,
-        "embeddings": embeddings,
-        "chat, two pictures": chat_pictures,
-        "chat, two pictures, streamed": chat_pictures_stream,
-        "response, two pictures": response_pictures,
-        "picture that is none": wrong_picture,
-        "models": models,
-        "errors 401, 400, 404": errors,
-    },
-)
+run("openai (Python)", "openai")
