@@ -2,13 +2,11 @@
 
     python benchmarks/screenshots.py            # a minute; needs Debian's packages chromium and chromium-driver
 
-Four chats stream while prompts of 2,048 tokens arrive one after the other. Writes docs/dashboard.png; with --all also
-the page in light and dark, wide and narrow, into .cache/screenshots.
+Four chats stream while prompts of 2,048 tokens arrive one after the other. Writes docs/dashboard.png.
 """
 
 import argparse
 import asyncio
-import shutil
 import sys
 import threading
 import time
@@ -25,15 +23,15 @@ from crossdock.workers.model.weights.checkpoint import default_model_dir
 from tests.cluster.api.routes.browser import Browser
 
 LOAD_S = 18.0  # seconds of load before the first picture: more than the dashboard's window of 15 s
-WIDE, NARROW = (1200, 760), (420, 900)  # pixels
+SIZE = (1200, 760)  # pixels
 
 
 class Load(threading.Thread):
     """Streams, and long prompts that arrive one after the other, until the last of them has ended."""
 
-    def __init__(self, address: str, long_prompts: int) -> None:
+    def __init__(self, address: str) -> None:
         super().__init__(daemon=True)
-        plan = Interference(long_prompts=long_prompts, long_prompt_tokens=2048, interval=1.5, quiet=3.0)
+        plan = Interference(long_prompts=6, long_prompt_tokens=2048, interval=1.5, quiet=3.0)
         self.options = BenchOptions(
             url=address, workload="interference", interference=plan, output_tokens=4000, streams=4
         )
@@ -42,10 +40,10 @@ class Load(threading.Thread):
         asyncio.run(run_bench(self.options))
 
 
-def take(browser: Browser, url: str, path: Path, size: tuple[int, int], scheme: str) -> None:
+def take(browser: Browser, url: str, path: Path) -> None:
     """Save a picture of the page, once it shows steps as they happen."""
-    browser.resize(*size)
-    browser.prefers(scheme)
+    browser.resize(*SIZE)
+    browser.prefers("light")
     browser.open(url)
     browser.eventually(lambda: browser.text("#state").startswith("live"), 60)
     time.sleep(2)  # until the timeline has been drawn twice
@@ -56,7 +54,6 @@ def take(browser: Browser, url: str, path: Path, size: tuple[int, int], scheme: 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--all", action="store_true", help="also light and dark, wide and narrow, into .cache")
     parser.set_defaults(model=default_model_dir())
     add_server_options(parser, "screenshots", 8423)
     return parser.parse_args()
@@ -64,18 +61,13 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    folder = args.output.parent
     with serving("crossdock", crossdock_command(args), args, log_of(args, "server")) as server:
         url = f"{server.address}/dashboard"
-        Load(server.address, 12 if args.all else 6).start()
+        Load(server.address).start()
         time.sleep(LOAD_S)
         browser = Browser()
         try:
-            take(browser, url, folder / "dashboard.png", WIDE, "light")
-            shutil.copy(folder / "dashboard.png", ROOT / "docs" / "dashboard.png")
-            for size, width in ((WIDE, "wide"), (NARROW, "narrow")) if args.all else ():
-                for scheme in ("light", "dark"):
-                    take(browser, url, folder / f"dashboard-{width}-{scheme}.png", size, scheme)
+            take(browser, url, ROOT / "docs" / "dashboard.png")
         finally:
             browser.close()
 

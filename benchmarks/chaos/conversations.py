@@ -9,20 +9,18 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
-import torch
-from pydantic import ByteSize
-from streams import MAX_MODEL_LEN, Malformed
+from streams import MAX_MODEL_LEN, Case, Malformed, undisturbed_config, with_answers
 from tokenizers import AddedToken
 
 from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.media.media import Media
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.computing import new_engine
 from tests.cluster.api.one_model import one_model_api
 from tests.cluster.dispatch.in_process import InProcess, ready
@@ -85,16 +83,7 @@ _FORMATS: tuple[dict[str, Any], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Question:
-    """A request of one of the three APIs, without its `stream`."""
-
-    path: str
-    kind: str
-    body: Mapping[str, Any]
-
-
-def questions(count: int, seed: int, tokens: Mapping[str, int]) -> list[Question]:
+def questions(count: int, seed: int, tokens: Mapping[str, int]) -> list[Case]:
     """Return requests of every kind. `tokens`: the ids of marks, which some requests make likely."""
     rng = random.Random(f"questions {seed}")
     makers = (_chat, _chat, _response, _message)
@@ -102,7 +91,7 @@ def questions(count: int, seed: int, tokens: Mapping[str, int]) -> list[Question
 
 
 def _common(rng: random.Random, number: int) -> dict[str, Any]:
-    fields = {"model": "tiny", "seed": number, "temperature": rng.choice([0.0, 0.7, 1.0])}
+    fields: dict[str, Any] = {"seed": number, "temperature": rng.choice([0.0, 0.7, 1.0])}
     if rng.random() < 0.5:
         fields["chat_template_kwargs"] = {"enable_thinking": True}
     return fields
@@ -112,14 +101,14 @@ def _text(rng: random.Random) -> str:
     return " ".join(rng.choice(_WORDS) for _ in range(rng.choice([2, 8, 30, 80])))
 
 
-def _chat(rng: random.Random, number: int, tokens: Mapping[str, int]) -> Question:
+def _chat(rng: random.Random, number: int, tokens: Mapping[str, int]) -> Case:
     kind = rng.choice(["text", "auto", "required", "named", "format"])
     body = _common(rng, number) | {"messages": [{"role": "user", "content": _text(rng)}]}
     body |= {"max_completion_tokens": rng.choice([40, 120, 240]), "n": rng.choice([1, 1, 2, 3])}
     if "chat_template_kwargs" in body:
         body["thinking_token_budget"] = rng.choice([3, 12, 30])
     if kind == "format":
-        return Question("/v1/chat/completions", "format", body | rng.choice(_FORMATS))
+        return Case("format", body | rng.choice(_FORMATS), path="/v1/chat/completions", new_answer=ChatAnswer)
     if kind != "text":
         body["tools"] = [{"type": "function", "function": function} for function in _FUNCTIONS]
     if kind == "auto":  # strict functions: what the model begins with the mark, the grammar makes a call
@@ -128,23 +117,23 @@ def _chat(rng: random.Random, number: int, tokens: Mapping[str, int]) -> Questio
         body["tool_choice"] = {"type": "function", "function": {"name": rng.choice(_FUNCTIONS)["name"]}}
     elif kind == "required":
         body |= {"tool_choice": "required", "parallel_tool_calls": rng.random() < 0.5}
-    return Question("/v1/chat/completions", kind, body)
+    return Case(kind, body, path="/v1/chat/completions", new_answer=ChatAnswer)
 
 
-def _response(rng: random.Random, number: int, tokens: Mapping[str, int]) -> Question:
+def _response(rng: random.Random, number: int, tokens: Mapping[str, int]) -> Case:
     kind = rng.choice(["text", "required", "named", "format"])
     body = _common(rng, number) | {"input": _text(rng), "max_output_tokens": rng.choice([40, 120, 240])}
     if kind == "format":
         schema = {"type": "json_schema", "name": "plan", "schema": _schema(["Ulm", "Bonn"]), "strict": True}
-        return Question("/v1/responses", kind, body | {"text": {"format": schema}})
+        return Case(kind, body | {"text": {"format": schema}}, path="/v1/responses", new_answer=ResponseAnswer)
     if kind != "text":
         body["tools"] = [{"type": "function", **function} for function in _FUNCTIONS]
         choice = {"type": "function", "name": rng.choice(_FUNCTIONS)["name"]}
         body["tool_choice"] = choice if kind == "named" else "required"
-    return Question("/v1/responses", kind, body | {"store": False})
+    return Case(kind, body | {"store": False}, path="/v1/responses", new_answer=ResponseAnswer)
 
 
-def _message(rng: random.Random, number: int, tokens: Mapping[str, int]) -> Question:
+def _message(rng: random.Random, number: int, tokens: Mapping[str, int]) -> Case:
     kind = rng.choice(["text", "required", "named"])
     body = _common(rng, number) | {"messages": [{"role": "user", "content": _text(rng)}]}
     body["max_tokens"] = rng.choice([40, 120, 240])
@@ -154,22 +143,10 @@ def _message(rng: random.Random, number: int, tokens: Mapping[str, int]) -> Ques
         body["tools"] = [{"name": each["name"], "input_schema": each["parameters"]} for each in _FUNCTIONS]
         choice = {"type": "tool", "name": rng.choice(_FUNCTIONS)["name"]}
         body["tool_choice"] = choice if kind == "named" else {"type": "any"}
-    return Question("/v1/messages", kind, body)
+    return Case(kind, body, path="/v1/messages", new_answer=MessageAnswer)
 
 
 # -- answers -----------------------------------------------------------------------------------------------------------
-
-
-class Answer(Protocol):
-    """Adds the events of one stream up."""
-
-    is_done: bool
-
-    def add(self, event: Mapping[str, Any]) -> None:
-        """Add an event. Raises Malformed."""
-
-    def value(self) -> Any:
-        """Return the answer so far: lists, mappings and texts, without ids, which differ between two streams."""
 
 
 def _expect(condition: bool, reason: str) -> None:
@@ -313,102 +290,41 @@ class MessageAnswer:
         return [[block.value() for block in self._blocks], self._reason]
 
 
-ANSWERS: Mapping[str, type[Answer]] = {
-    "/v1/chat/completions": ChatAnswer,
-    "/v1/responses": ResponseAnswer,
-    "/v1/messages": MessageAnswer,
-}
-
-
-def is_beginning(part: Any, whole: Any) -> bool:
-    """Return whether an answer that was left early is the beginning of another one."""
-    if isinstance(part, str):
-        return isinstance(whole, str) and whole.startswith(part)
-    if isinstance(part, dict):
-        return all(name in whole and is_beginning(each, whole[name]) for name, each in part.items())
-    if len(part) > len(whole):
-        return False
-    return all(is_beginning(each, other) for each, other in zip(part, whole, strict=False))
-
-
 # -- what an engine answers that nothing disturbs ----------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Conversation:
-    """A request, and the sum of its stream."""
-
-    question: Question
-    expected: Any
-
-    @property
-    def path(self) -> str:
-        return self.question.path
-
-    def body(self, rng: random.Random) -> dict[str, Any]:
-        """Return the request. Most have a cache of their own, so that their prompts are computed."""
-        body = {**self.question.body, "stream": True}
-        body["service_tier"] = rng.choice(["interactive", "standard", "standard", "batch"])
-        if rng.random() < 0.7:
-            body["cache_salt"] = f"{rng.getrandbits(64):x}"
-        return body
-
-    def new_answer(self) -> Answer:
-        return ANSWERS[self.path]()
-
-    def difference(self, answer: Answer, *, is_whole: bool) -> str | None:
-        """Return how the answer differs from the undisturbed one; None: equal, as far as the answer goes."""
-        value = answer.value()
-        is_right = value == self.expected if is_whole else is_beginning(value, self.expected)
-        return None if is_right else f"wrong answer {value}, not {self.expected}"
-
-    def __str__(self) -> str:
-        return f"{self.path} {self.question.kind}"
-
-
-def make_conversations(model: Path, count: int, seed: int) -> list[Conversation]:
-    """Ask an engine of this process, in chunks of two sizes, and keep the questions with equal answers."""
-    torch.set_num_threads(1)
+def make_conversations(model: Path, count: int, seed: int) -> list[Case]:
+    """Return questions of every kind, with the answers of an engine of this process."""
     tokenizer = ModelTokenizer.load(model)
     asked = questions(count, seed, tokenizer.added_tokens())
-    first, second = (asyncio.run(_answers(model, tokenizer, asked, budget)) for budget in (512, 96))
-    found = [
-        Conversation(question, answer)
-        for question, answer, other in zip(asked, first, second, strict=True)
-        if answer == other
-    ]
-    if len(found) < 0.9 * count:
-        raise RuntimeError(f"of {count} questions only {len(found)} have an answer that does not depend on chunks")
-    return found
+    return with_answers(asked, lambda budget: asyncio.run(answers_of(model, tokenizer, asked, budget)), 0.9)
 
 
-async def _answers(model: Path, tokenizer: ModelTokenizer, asked: Sequence[Question], budget: int) -> list[Any]:
-    config = EngineConfig(
-        kv_cache_memory=ByteSize(256 << 20),
-        max_num_batched_tokens=budget,
-        admission="queue",
-        enable_prefix_caching=False,
-    )
+async def answers_of(
+    model: Path, tokenizer: ModelTokenizer, asked: Sequence[Case], budget: int, media: Media | None = None
+) -> list[Any]:
+    """Return the sum of the stream of each request. `media`: where they have pictures."""
+    config = undisturbed_config(budget)
     replica = InProcess(engine=new_engine(load_model(ModelSpec(str(model), "float32", MAX_MODEL_LEN)), config, model))
     dispatcher = Dispatcher("tiny")
     dispatcher.join("only", replica, replica.profile)
     await ready(dispatcher)
-    app = one_model_api(dispatcher, tokenizer, HttpConfig.model_validate({}))
+    app = one_model_api(dispatcher, tokenizer, HttpConfig(), media=media)
     places = asyncio.Semaphore(_AT_ONCE)
 
-    async def answer(question: Question, http: httpx.AsyncClient) -> Any:
+    async def answer(case: Case, http: httpx.AsyncClient) -> Any:
         async with places:
-            reply = await http.post(question.path, json={**question.body, "stream": True}, timeout=120)
+            reply = await http.post(case.path, json={**case.request, "stream": True}, timeout=120)
         if reply.status_code != 200:
-            raise RuntimeError(f"{question}: {reply.status_code} {reply.text[:500]}")
-        found = ANSWERS[question.path]()
+            raise RuntimeError(f"{case}: {reply.status_code} {reply.text[:500]}")
+        found = case.new_answer()
         for line in reply.text.split("\n"):  # `splitlines` also splits at U+2028, which JSON may contain
             if line.startswith("data: {"):
                 found.add(json.loads(line[6:]))
         return found.value()
 
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
-        answers = await asyncio.gather(*(answer(question, http) for question in asked))
+        answers = await asyncio.gather(*(answer(case, http) for case in asked))
     await dispatcher.close()
     await replica.engine_thread.close()
     replica.engine_thread.engine.grammars.close()

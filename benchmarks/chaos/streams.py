@@ -9,8 +9,8 @@ import socket
 import threading
 import time
 import uuid
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.emulated import emulated_engine
+from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.submission import Adapter, SamplingParams, Submission
 
 HUNG_S = 60.0  # without a byte: the stream hangs
@@ -48,42 +49,8 @@ _HOSTILE: tuple[dict[str, Any], ...] = (
 )
 
 
-@dataclass(frozen=True, slots=True)
-class Case:
-    """A prompt, the sampling of its answer, and the tokens of that answer."""
-
-    prompt: list[int]
-    sampling: dict[str, Any]
-    expected: list[int]
-    path: str = "/v1/completions"
-    adapter: Adapter | None = None  # None: the base model's answer
-    is_turn: bool = False  # of a conversation: its beginning is cached, or lies in a tier, or is fetched
-
-    def body(self, rng: random.Random) -> dict[str, Any]:
-        """Return the request. Most but turns have a cache of their own, so that their prompts are computed."""
-        model = self.adapter.name if self.adapter else "tiny"
-        body = {"model": model, "prompt": self.prompt, "ignore_eos": True, "stream": True, "return_token_ids": True}
-        body |= self.sampling
-        body["service_tier"] = rng.choice(_CLASSES)
-        if not self.is_turn and rng.random() < 0.7:
-            body["cache_salt"] = f"{rng.getrandbits(64):x}"
-        return body
-
-    def new_answer(self) -> "TokenAnswer":
-        return TokenAnswer()
-
-    def difference(self, answer: "TokenAnswer", *, is_whole: bool) -> str | None:
-        """Return how the tokens differ from the known ones; None: equal, as far as the tokens go."""
-        tokens, expected = answer.tokens, self.expected
-        is_right = tokens == expected if is_whole else tokens == expected[: len(tokens)]
-        return None if is_right else f"wrong tokens {tokens}, not {expected}"
-
-    def __str__(self) -> str:
-        return f"{len(self.prompt)} prompt tokens, {self.sampling}, {self.adapter and self.adapter.name}"
-
-
 class TokenAnswer:
-    """The tokens of a completion."""
+    """The tokens of a completion, or of a chat with one choice."""
 
     def __init__(self) -> None:
         self.is_done = False
@@ -92,6 +59,72 @@ class TokenAnswer:
     def add(self, event: Mapping[str, Any]) -> None:
         for choice in event["choices"]:
             self.tokens += choice.get("token_ids") or ()
+
+    def value(self) -> list[int]:
+        return self.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """A request, and the sum of its stream: lists, mappings, texts and numbers, without ids that differ each time."""
+
+    name: str
+    request: Mapping[str, Any]
+    expected: Any = None
+    path: str = "/v1/completions"
+    new_answer: Callable[[], Any] = TokenAnswer  # adds the events of a stream up
+    is_turn: bool = False  # of a conversation: its beginning is cached, or lies in a tier, or is fetched
+
+    def body(self, rng: random.Random) -> dict[str, Any]:
+        """Return the request. Most but turns have a cache of their own, so that their prompts are computed."""
+        body = {"model": "tiny", **self.request, "stream": True, "service_tier": rng.choice(_CLASSES)}
+        if not self.is_turn and rng.random() < 0.7:
+            body["cache_salt"] = f"{rng.getrandbits(64):x}"
+        return body
+
+    def difference(self, answer: Any, *, is_whole: bool) -> str | None:
+        """Return how the answer differs from the undisturbed one; None: equal, as far as the answer goes."""
+        value = answer.value()
+        is_right = value == self.expected if is_whole else is_beginning(value, self.expected)
+        return None if is_right else f"wrong answer {value}, not {self.expected}"
+
+    def __str__(self) -> str:
+        return f"{self.path} {self.name}"
+
+
+def is_beginning(part: Any, whole: Any) -> bool:
+    """Return whether an answer that was left early is the beginning of another one."""
+    if isinstance(part, str):
+        return isinstance(whole, str) and whole.startswith(part)
+    if isinstance(part, dict):
+        return all(name in whole and is_beginning(each, whole[name]) for name, each in part.items())
+    if isinstance(part, list):
+        beginning = zip(part, whole, strict=False)
+        return len(part) <= len(whole) and all(is_beginning(each, other) for each, other in beginning)
+    return bool(part == whole)
+
+
+def undisturbed_config(budget: int, **more: Any) -> EngineConfig:
+    """Return the settings of an engine that nothing disturbs. `budget`: tokens of a step."""
+    given = {"kv_cache_memory": ByteSize(256 << 20), "max_num_batched_tokens": budget, "admission": "queue"}
+    return EngineConfig(**given | {"enable_prefix_caching": False} | more)
+
+
+def with_answers(asked: Sequence[Case], answers_by: Callable[[int], Sequence[Any]], least: float) -> list[Case]:
+    """Compute the answers beforehand, in chunks of two sizes. `answers_by`: returns the answers by a budget of steps.
+
+    Cases whose answer depends on the sizes of chunks are left out: two tokens are equally likely there to the last
+    digits, and either is right.
+
+    Raises:
+        RuntimeError: a share of less than `least` is left.
+    """
+    torch.set_num_threads(1)  # a second thread would spin and take the core from other processes
+    answers = [answers_by(budget) for budget in (512, 96)]
+    found = [replace(case, expected=one) for case, one, other in zip(asked, *answers, strict=True) if one == other]
+    if len(found) < least * len(asked):
+        raise RuntimeError(f"of {len(asked)} requests only {len(found)} have an answer that does not depend on chunks")
+    return found
 
 
 def make_cases(
@@ -103,11 +136,10 @@ def make_cases(
     emulated: str | None = None,
     adapters: Sequence[Adapter] = (),
 ) -> list[Case]:
-    """Compute the answers beforehand, on an engine of this process that nothing disturbs.
+    """Return completions, with the answers of an engine of this process.
 
     `are_turns`: prompts are the turns of agents, each with the turns before it, and begin with one of two instructions.
-    A third is sampled with a seed. Cases whose answer depends on the sizes of chunks are left out: two tokens are
-    equally likely there to the last digits, and either is right. `adapters`: of which prompts name one, or none.
+    A third is sampled with a seed. `adapters`: of which prompts name one, or none.
     """
     rng = random.Random(f"cases {seed}")
     asked = []
@@ -118,44 +150,34 @@ def make_cases(
         prompt = [(talk * 977 + 31 * place * place + 7 * place) % 800 + 200 for place in range(length)]
         if are_turns:
             prompt[:_INSTRUCTION] = [(talk % 2 * 53 + 17 * place * place) % 800 + 200 for place in range(_INSTRUCTION)]
-        sampling: dict[str, Any] = {"max_tokens": rng.choice(_OUTPUTS), "temperature": 0.0}
+        sampling: dict[str, Any] = {"max_tokens": rng.choice(_OUTPUTS), "temperature": 0.0, "ignore_eos": True}
         if rng.random() < 1 / 3:
             sampling |= {"temperature": 0.8, "seed": number}
-        asked.append((prompt, sampling, rng.choice([None, *adapters])))
-    torch.set_num_threads(1)  # a second thread would spin and take the core from other processes
-    answers = [_answers(model, asked, budget, emulated) for budget in (512, 96)]
-    cases = [
-        Case(prompt, sampling, answer, adapter=adapter, is_turn=are_turns)
-        for (prompt, sampling, adapter), answer, other in zip(asked, *answers, strict=True)
-        if answer == other
-    ]
-    if len(cases) < 0.97 * count:
-        raise RuntimeError(f"of {count} prompts only {len(cases)} have an answer that does not depend on chunks")
-    return cases
+        adapter = rng.choice([None, *adapters])
+        request = {"prompt": prompt, "return_token_ids": True, **sampling} | (
+            {"model": adapter.name} if adapter else {}
+        )
+        name = f"{length} prompt tokens, {sampling}, {adapter and adapter.name}"
+        asked.append((Case(name, request, is_turn=are_turns), SamplingParams(**sampling), adapter))
+
+    def answers(budget: int) -> list[list[int]]:
+        engine, tokens = _engine(model, budget, emulated), collections.defaultdict[str, list[int]](list)
+        for number, (case, params, adapter) in enumerate(asked):
+            engine.add(Submission(f"{number}", case.request["prompt"], params, adapter=adapter))
+        while engine.has_work:
+            for delta in engine.step().deltas:
+                tokens[delta.request_id] += delta.token_ids
+        return [tokens[f"{number}"] for number in range(len(asked))]
+
+    return with_answers([case for case, *_ in asked], answers, 0.97)
 
 
-def _answers(
-    model: Path, asked: Sequence[tuple[list[int], dict[str, Any], Adapter | None]], budget: int, emulated: str | None
-) -> list[list[int]]:
-    config = EngineConfig(
-        kv_cache_memory=None if emulated else ByteSize(256 << 20),
-        max_num_batched_tokens=budget,
-        admission="queue",
-        enable_prefix_caching=False,
-        enable_lora=not emulated,
-        max_loras=8,
-    )
+def _engine(model: Path, budget: int, emulated: str | None) -> Engine:
     if emulated:
-        engine = emulated_engine(emulated_device(emulated).profile.slowed(1e-6), config, model)
-    else:
-        engine = new_engine(load_model(config.model_spec(str(model), "float32", MAX_MODEL_LEN)), config)
-    tokens: dict[str, list[int]] = collections.defaultdict(list)
-    for number, (prompt, sampling, adapter) in enumerate(asked):
-        engine.add(Submission(f"{number}", prompt, SamplingParams(ignore_eos=True, **sampling), adapter=adapter))
-    while engine.has_work:
-        for delta in engine.step().deltas:
-            tokens[delta.request_id] += delta.token_ids
-    return [tokens[f"{number}"] for number in range(len(asked))]
+        config = undisturbed_config(budget, kv_cache_memory=None)
+        return emulated_engine(emulated_device(emulated).profile.slowed(1e-6), config, model)
+    config = undisturbed_config(budget, enable_lora=True, max_loras=8)
+    return new_engine(load_model(config.model_spec(str(model), "float32", MAX_MODEL_LEN)), config)
 
 
 class Malformed(Exception):
@@ -197,7 +219,7 @@ class Exchange:
     """One streamed request on a connection of its own."""
 
     def __init__(self, port: int, reader: Reader, path: str = "/v1/completions", answer: Any = None) -> None:
-        """`answer` adds up the events."""
+        """`answer` adds the events up."""
         self.answer = TokenAnswer() if answer is None else answer
         self.num_events = 0
         self.path = path
@@ -304,7 +326,7 @@ class Clients:
     """Clients that stream without a pause, on a thread of their own, and the count of what became of their streams."""
 
     port: int
-    cases: Sequence[Any]  # `Case`, or `Conversation` of conversations.py
+    cases: Sequence[Case]
     habits: Habits
     seed: int
     limit: int  # streams
@@ -377,7 +399,7 @@ class Clients:
                 return
             await asyncio.sleep(rng.uniform(0.05, 0.5))  # a client retries where it was told that it may
 
-    async def _stream(self, exchange: Exchange, body: dict[str, Any], case: Any, kind: str) -> str | None:
+    async def _stream(self, exchange: Exchange, body: dict[str, Any], case: Case, kind: str) -> str | None:
         """Count and return the outcome of one stream; None: a problem."""
         outcome: str | None = kind
         is_whole = False

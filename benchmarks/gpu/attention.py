@@ -1,4 +1,4 @@
-"""Time attention alone: decodes and prompts beside their least time and torch's own kernels, and where pages lie.
+"""Time attention alone: decodes and prompts beside their least time and torch's own kernels, and other tiles.
 
 The pool has the layout of a served model: pages of one layer lie a page of all layers apart.
 """
@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from crossdock.kernels.backend import choose_attention
-from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View
+from crossdock.kvtransfer.layout import LayerShape, PoolLayout
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.request import Request
@@ -59,32 +59,20 @@ def random_pages(lengths: Lengths, page_size: int, num_pages: int) -> list[list[
 class PagedLayers:
     """Random keys and values of several layers in the pool's layout, and a batch that reads them.
 
-    There are as many layers as a model has, or as fit into `pool_bytes`. `side_by_side`: each layer has a pool of its
-    own, in which its pages are neighbours.
+    There are as many layers as a model has, or as fit into `pool_bytes`.
     """
 
-    def __init__(self, bench: Bench, lengths: Lengths, side_by_side: bool = False) -> None:
+    def __init__(self, bench: Bench, lengths: Lengths) -> None:
         sizes, device = bench.sizes, bench.device.name
         dtype: torch.dtype = getattr(torch, sizes.dtype)
         num_pages = sum(-(-kv // sizes.page_size) for _, kv in lengths)
         shape = LayerShape(sizes.kv_heads, sizes.head_dim, sizes.head_dim)
         one = PoolLayout((shape,), sizes.page_size, dtype.itemsize)
         self.num_layers = max(1, min(sizes.num_layers, sizes.pool_bytes // (num_pages * one.page_bytes)))
-        layout = one if side_by_side else PoolLayout((shape,) * self.num_layers, sizes.page_size, dtype.itemsize)
-        pools = [
-            torch.randn(num_pages * layout.page_elements, dtype=dtype, device=device)
-            for _ in range(self.num_layers if side_by_side else 1)
-        ]
-
-        def window(pool: Tensor, view: View) -> Tensor:
-            return pool.as_strided(view.shape, view.strides, view.offset)
-
-        self.pages = [
-            tuple(window(pool, view) for view in layout.views(layer, num_pages))
-            for pool in pools
-            for layer in range(len(layout.layers))
-        ]
-        self.page_stride = layout.page_bytes
+        layout = PoolLayout((shape,) * self.num_layers, sizes.page_size, dtype.itemsize)
+        pool = torch.randn(num_pages * layout.page_elements, dtype=dtype, device=device)
+        views = [layout.views(layer, num_pages) for layer in range(self.num_layers)]
+        self.pages = [tuple(pool.as_strided(view.shape, view.strides, view.offset) for view in each) for each in views]
         pages = random_pages(lengths, sizes.page_size, num_pages)
         self.batch, _ = batch_of(lengths, pages, sizes.page_size, device)
         num_rows = int(self.batch.query_start[-1])
@@ -226,27 +214,5 @@ def _tiled(bench: Bench, lengths: Lengths, sizes: tuple[int, int, int, int]) -> 
         triton_attention.tiles_for = chosen
 
 
-def strides(bench: Bench) -> Iterator[Case]:
-    """Yield decodes over pages that lie apart, as in a served model, and over pages that are neighbours.
-
-    Both read the same bytes. A difference is the price of the pool's layout, in which a page holds all layers.
-    """
-    for streams, context in bench.sizes.strided:
-        yield Case(f"{streams} x {context}", partial(_stride, bench, streams, context))
-
-
-def _stride(bench: Bench, streams: int, context: int) -> Figures:
-    found: Figures = {}
-    for name, side_by_side in (("apart", False), ("neighbours", True)):
-        layers = PagedLayers(bench, [(1, context)] * streams, side_by_side)
-        found[f"{name}_us"] = bench.device.replayed(*layers.attention(kernels_of(bench).paged_attention)) * 1e6
-        found[f"{name}_stride_bytes"] = layers.page_stride
-        found["layers"] = layers.num_layers
-        del layers
-        bench.device.collect()
-    return {**found, "apart_over_neighbours": found["apart_us"] / found["neighbours_us"]}
-
-
 CEILINGS = Section("ceilings", 30.0, ceilings)
-SECTIONS = [Section("decode", 90.0, decodes), Section("prefill", 120.0, prefills), Section("stride", 60.0, strides)]
-SECTIONS += [Section("tiles", 120.0, tiles)]
+SECTIONS = [Section("decode", 90.0, decodes), Section("prefill", 120.0, prefills), Section("tiles", 120.0, tiles)]

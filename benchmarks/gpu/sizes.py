@@ -73,7 +73,6 @@ class Sizes:
     prefills: dict[str, Lengths]
     products: tuple[int, ...]  # rows of products with the weights of the first model's layer
     stored: int  # tokens whose keys and values are stored at once
-    strided: list[tuple[int, int]]  # decodes whose pages lie apart and side by side
     tiled: dict[str, Lengths]
     chunk_tiles: list[tuple[int, int, int, int]]  # rows, tokens of context, warps, stages; first an H200's
     decode_tiles: list[tuple[int, int, int, int]]
@@ -120,7 +119,6 @@ REAL = Sizes(
     },
     products=(1, 64, 256, 8192),
     stored=8192,
-    strided=[(64, 1024), (256, 1024), (16, 8192)],
     tiled={
         "prefill 8192": [(8192, 8192)],
         "chunk 512 at 32768": [(512, 32_768)],
@@ -177,7 +175,6 @@ DRY = Sizes(
     prefills={"prefill 8": [(8, 8)], "chunk 4 + 2 decodes": [(1, 9), (1, 9), (4, 20)]},
     products=(2,),
     stored=8,
-    strided=[(2, 20)],
     tiled={"chunk 4": [(4, 20)], "decode 1 x 20": [(1, 20)]},
     chunk_tiles=[(32, 32, 4, 2)],
     decode_tiles=[(16, 32, 4, 2)],

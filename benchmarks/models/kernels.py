@@ -9,16 +9,19 @@ shown for comparison.
 """
 
 import argparse
+import sys
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tables
+
 import torch
-import torch.nn.functional as F
+from tables import hardware
 from torch import Tensor
 
-from crossdock.kernels.attention import AttentionBatch, reference_paged_attention, store_kv
+from crossdock.kernels.attention import AttentionBatch, reference_paged_attention
 from crossdock.kernels.cpu.choice import KernelChoice
 from crossdock.kernels.cpu.cpu_attention import CpuAttention
 from crossdock.kernels.cpu.decoder import DecoderShape
@@ -65,11 +68,6 @@ def milliseconds(seconds: float, *functions: Callable[[], object]) -> list[float
             function()
             best[i] = min(best[i], clock() - start)
     return [1e3 * t for t in best]
-
-
-def cpu_name() -> str:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "unknown CPU")
 
 
 def batch_of(lengths: list[tuple[int, int]], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, AttentionBatch]:
@@ -126,16 +124,6 @@ def attention(seconds: float) -> None:
     print(f"worst ratio of attention: {max(ratios):.2f}")
     for (heads, kernels), (near, deep) in chosen.chosen():
         print(f"chosen for {heads} of {', '.join(kernels)}: {near}; deep in a prompt: {deep}")
-    for dtype in (torch.bfloat16, torch.float32):
-        x = torch.randn(1, HEADS, 2048, HEAD_DIM, dtype=dtype)
-        y = torch.randn(1, HEADS, 2048, HEAD_DIM, dtype=dtype)
-        (t,) = milliseconds(seconds, lambda x=x, y=y: F.scaled_dot_product_attention(x, y, y, is_causal=True))
-        print(f"for comparison, torch SDPA is_causal on contiguous {dtype} 2048: {t:.1f} ms")
-    for count in (8, 512):
-        _, k, v, batch = batch_of([(count, count)], torch.bfloat16)
-        new = torch.randn(count, KV_HEADS, HEAD_DIM, dtype=torch.bfloat16)
-        (t,) = milliseconds(seconds / 4, lambda new=new, k=k, v=v, batch=batch: store_kv(new, new, k, v, batch.slots))
-        print(f"store_kv of {count} tokens: {1e3 * t:.1f} us")
 
 
 def layers(seconds: float, dtype: torch.dtype) -> KernelChoice:
@@ -237,7 +225,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
-    print(f"torch {torch.__version__}, {arguments.threads} threads, {cpu_name()}")
+    print(f"torch {torch.__version__}, {arguments.threads} threads, {hardware()}")
     with torch.inference_mode():
         if arguments.only in (None, "packed"):
             packed(arguments.seconds, getattr(torch, arguments.dtype))

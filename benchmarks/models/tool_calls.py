@@ -1,17 +1,16 @@
-"""Are tool calls and reasoning read right? CanIToolCall's recorded outputs of nine families of models, and seconds.
+"""Are tool calls and reasoning read right? CanIToolCall's recorded outputs of nine families of models.
 
     pip install --no-deps canitoolcall==0.1.1      # 469 recorded outputs; Apache-2.0
     pip install jsonschema
     python benchmarks/models/tool_calls.py
 
-Prints a table of families, one of every output that is read otherwise than expected, with the reason, and the time per
-delta of long outputs. An output counts as right if it is whole and in every split: in characters one by one, in
-threes, in sevens and at random. Strictly right is equal character by character; else white space around a text differs.
+Prints a table of families, and one of every output that is read otherwise than expected, with the reason. An output
+counts as right if it is whole and in every split: in characters one by one, in threes, in sevens and at random.
+Strictly right is equal character by character; else white space around a text differs.
 """
 
 import random
 import sys
-import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -122,32 +121,6 @@ def replay() -> int:
     return sum(why == "?" for _, why, _ in wrong)
 
 
-def speed() -> None:
-    """Print the microseconds of processor time per delta of four characters, for outputs of three lengths."""
-    schemas = {"write": {"properties": {"content": {"type": "string"}}}}
-    table = [["output", *(f"{length:,} characters" for length in (4_000, 40_000, 400_000))]]
-    for name, before, after in (
-        ("content", "", ""),
-        ("hermes", '<tool_call>{"name": "write", "arguments": {"content": "', '"}}</tool_call>'),
-        ("hermes, without an end", '<tool_call>{"name": "write", "arguments": {"content": "', ""),
-        ("qwen3_xml", "<function=write>\n<parameter=content>\n", "\n</parameter>\n</function>"),
-        ("llama3_json", '{"name": "write", "parameters": {"content": "', '"}}'),
-    ):
-        row = [name]
-        for length in (4_000, 40_000, 400_000):
-            text = before + "some words < and > " * (length // 19) + after
-            reader = MarkedText(FAMILIES.get(name.split(",")[0], FAMILIES["hermes"]), schemas, is_thinking=False)
-            start = time.process_time()
-            for at in range(0, len(text), 4):
-                reader.add(text[at : at + 4])
-            reader.finish(is_cut=False)
-            row.append(f"{(time.process_time() - start) / (len(text) / 4) * 1e6:.1f} µs")
-        table.append(row)
-    print(markdown(table))
-
-
 if __name__ == "__main__":
     print(f"{today()}; {hardware()}\n")
-    unexplained = replay()
-    speed()
-    sys.exit(unexplained > 0)
+    sys.exit(replay() > 0)

@@ -5,8 +5,7 @@
 Serves the embedded model with a folder for batches. Runs a batch alone, then the same lines beside four interactive
 streams (one answer after the other, of the class `--class`), and the streams alone. Prints the batch's output
 tokens a second in both runs, their ratio to what it gets alone minus the streams' tokens, and the p50 and p99 of the
-streams' gaps, whose promise is 50 ms for `interactive` and 100 ms for `standard`. Beside them: seconds of the replica's
-steps with streams, and by what these exceed their prediction. The difference to the gaps is the way to the client.
+streams' gaps, whose promise is 50 ms for `interactive` and 100 ms for `standard`.
 """
 
 import argparse
@@ -77,25 +76,11 @@ async def stream(http: httpx.AsyncClient, number: int, slo_class: str, gaps: lis
                     before = now
 
 
-async def watch(http: httpx.AsyncClient, steps: list[tuple[float, float]]) -> None:
-    """Note seconds and predicted seconds of each step that has a decode, until cancelled."""
-    seen = dict[str, int]()
-    while True:
-        query = {"after": [f"{name}:{number}" for name, number in seen.items()]} if seen else {}
-        for replica in (await http.get("/v1/replicas", params=query)).json()["data"]:
-            is_first = replica["incarnation"] not in seen
-            seen[replica["incarnation"]] = replica["last_step"]
-            found = [] if is_first else [step for step in replica["steps"] if step["num_decodes"]]
-            steps += [(step["seconds"], step["predicted_s"]) for step in found]
-        await asyncio.sleep(1.0)
-
-
 async def streams(http: httpx.AsyncClient, slo_class: str, name: str, work: Any) -> tuple[float, Any]:
     """Run streams beside `work`, and print their gaps. Returns their tokens a second, and the result of the work."""
-    gaps, steps = list[float](), list[tuple[float, float]]()
+    gaps = list[float]()
     began = time.perf_counter()
     tasks = [asyncio.create_task(stream(http, number, slo_class, gaps)) for number in range(STREAMS)]
-    tasks.append(asyncio.create_task(watch(http, steps)))
     try:
         result = await work
     finally:
@@ -104,12 +89,7 @@ async def streams(http: httpx.AsyncClient, slo_class: str, name: str, work: Any)
         await asyncio.gather(*tasks, return_exceptions=True)
     taken = len(gaps) / (time.perf_counter() - began)
     p50, p99 = np.percentile(gaps, [50, 99]) * 1e3
-    print(f"{STREAMS} streams {name}: gaps p50 {p50:.0f} ms, p99 {p99:.0f} ms ({len(gaps)} tokens)")
-    actual, predicted = np.array(steps).T
-    of_steps = [*np.percentile(actual, [50, 99]) * 1e3, *np.percentile(predicted, [50, 99]) * 1e3]
-    over = np.percentile(actual / predicted, [50, 95, 99])
-    shown = "p50 {:.0f}, p99 {:.0f} ms; predicted {:.0f}, {:.0f}".format(*of_steps)
-    print(f"  steps: {shown}; actual / predicted p50 {over[0]:.2f}, p95 {over[1]:.2f}, p99 {over[2]:.2f}", flush=True)
+    print(f"{STREAMS} streams {name}: gaps p50 {p50:.0f} ms, p99 {p99:.0f} ms ({len(gaps)} tokens)", flush=True)
     return taken, result
 
 

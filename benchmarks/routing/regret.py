@@ -8,7 +8,7 @@ token plus the seconds that the replica computes the prompt, since other request
 is its cost less the least cost. Steps take random times (`--noise`), which no router knows before; nor does it know the
 requests that come later, which `--known` refuses in each child. Exits with 1 if a workload's mean regret is 5 % or more
 of its mean time to first token. The column `alone` is the same for the seconds until the first token alone, which a
-router for one client would minimise; `--selfish` plays such a router: its mean time to first token is longer.
+router for one client would minimise.
 """
 
 import argparse
@@ -30,12 +30,9 @@ from crossdock.cluster.bench.agents import Agents, agent_jobs
 from crossdock.cluster.bench.workloads import Job, Segment
 from crossdock.cluster.simulate import simulation
 from crossdock.cluster.simulate.fleet import SimulatedFleet, describe
-from crossdock.router import fetching, loading, placement
 from crossdock.router.fleet import Fleet, _Ways
-from crossdock.router.placement import Candidates, Placement, Query, prompt_costs
+from crossdock.router.placement import Candidates, Placement, Query
 from crossdock.workers.report.presets import preset
-from crossdock.workers.schedule.cost.formula import Floats
-from crossdock.workers.schedule.slo import SloClass
 from crossdock.workers.schedule.submission import Overloaded
 
 REPLICAS = 3
@@ -160,12 +157,6 @@ WORKLOADS: dict[str, Callable[[int], Sequence[Job] | Iterator[Job]]] = {
 }
 
 
-def selfish_costs(slo: SloClass, due: float, ttft: Floats, work: Floats, lateness: Floats) -> Floats:
-    """Return `prompt_costs` without the replica's work."""
-    costs: Floats = prompt_costs(slo, due, ttft, np.zeros(len(work)), lateness)
-    return costs
-
-
 def run_forking(
     fleet: SimulatedFleet, jobs: Sequence[Job] | Iterator[Job], seconds: float, decisions: dict[str, Decision]
 ) -> simulation.Outcome:
@@ -218,7 +209,6 @@ def main() -> int:
     parser.add_argument("--pages", type=int, default=1500, help="of each replica (default: %(default)s)")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="joined by commas (default: %(default)s)")
     parser.add_argument("--known", action="store_true", help="refuse later requests while the choices are compared")
-    parser.add_argument("--selfish", action="store_true", help="the router minimises each request's own seconds")
     parser.add_argument(
         "--pull", help="profiles: only print whether they compute or fetch 2k, 8k and 48k tokens sooner"
     )
@@ -227,8 +217,6 @@ def main() -> int:
         Console().print(pulls(args.pull.split(","), (2000, 8000, 48_000)))
         return 0
     ForkingFleet.knows_all = args.known
-    if args.selfish:
-        placement.prompt_costs = loading.prompt_costs = fetching.prompt_costs = selfish_costs
     columns = ("workload", "TTFT mean, ms", "regret mean, ms", "share, %", "worst, ms", "alone, %")
     out, worst, console = Table(*columns), 0.0, Console()
     for workload in args.workloads.split(","):

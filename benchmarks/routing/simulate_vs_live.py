@@ -9,8 +9,7 @@ Prints a row per figure (good requests, times to first token, times per token): 
 The simulator gets what every user can give it: the profile that the server advertises at /v1/replicas after a short
 load of other requests; the spread of steps around their prediction, from /metrics; and the seconds that a first token
 spends outside of the replica, measured on requests that are alone. Steps vary by chance, so there are `--seeds`
-simulations: medians and ranges. A second simulation has the profile as it is after the load: where only the first
-deviates, the costs had changed. Run nothing else beside it.
+simulations: medians and ranges. Run nothing else beside it.
 """
 
 import argparse
@@ -98,18 +97,14 @@ def figures(samples: Sequence[Sample], fleet: SimulatedFleet) -> Row:
     return row | {"refused": sum(sample.refused for sample in samples)}
 
 
-def comparison(live: Row, simulated: Sequence[Sequence[Row]]) -> str:
-    """Return the table. `simulated`: with the profile before the load and after the load, a row for each seed."""
-    simulations = ["simulated: median", "range", "deviation"]
-    lines = [["", "live", *simulations, "as afterwards: median", *simulations[1:]]]
+def comparison(live: Row, simulated: Sequence[Row]) -> str:
+    """Return the table. `simulated`: a row for each seed."""
+    lines = [["", "live", "simulated: median", "range", "deviation"]]
     for name, value in live.items():
-        cells = [f"{value:,.4g}"]
-        for runs in simulated:
-            values = sorted(run[name] for run in runs)
-            middle = median(values)
-            cells += [f"{middle:,.4g}", f"{values[0]:,.4g} to {values[-1]:,.4g}"]
-            cells += [f"{middle / value - 1:+.1%}" if value else "-"]
-        lines.append([name, *cells])
+        values = sorted(run[name] for run in simulated)
+        middle = median(values)
+        deviation = f"{middle / value - 1:+.1%}" if value else "-"
+        lines.append([name, f"{value:,.4g}", f"{middle:,.4g}", f"{values[0]:,.4g} to {values[-1]:,.4g}", deviation])
     return markdown(lines)
 
 
@@ -135,21 +130,19 @@ def main() -> None:
     with serving("crossdock", command, args, log_of(args, "crossdock")) as server:
         options = load(server.address, args)
         asyncio.run(run_bench(replace(options, duration=args.warmup, seed=args.seed + 1000)))
-        before = advertised(server.address, args.ingresses)
+        fleet = advertised(server.address, args.ingresses)
         result = asyncio.run(run_bench(options))
-        after = advertised(server.address, args.ingresses)
-    outcomes = [simulate(fleet, options, args.seeds) for fleet in (before, after)]
-    live = figures(result.samples, before)
-    simulated = [[figures(outcome.samples, before) for outcome in runs] for runs in outcomes]
-    busy = median(outcome.replicas[0].busy_s / outcome.duration for outcome in outcomes[0])
+    outcomes = simulate(fleet, options, args.seeds)
+    live = figures(result.samples, fleet)
+    simulated = [figures(outcome.samples, fleet) for outcome in outcomes]
+    busy = median(outcome.replicas[0].busy_s / outcome.duration for outcome in outcomes)
     caption = (
         f"{args.model.name}; {hardware()}; {today()}; {args.rate:g} arrivals per second for "
         f"{args.duration:g} s; the replica is busy {busy:.0%} of the simulated time, its steps vary by "
-        f"{before.noise:.0%} and {after.noise:.0%}, a first token spends {1e3 * before.latency_s:.0f} ms elsewhere; "
+        f"{fleet.noise:.0%}, a first token spends {1e3 * fleet.latency_s:.0f} ms elsewhere; "
         "times in ms."
     )
-    fleets = [fleet.model_dump(mode="json") for fleet in (before, after)]
-    data = {"live": live, "simulated": simulated, "busy": busy, "fleets": fleets}
+    data = {"live": live, "simulated": simulated, "busy": busy, "fleet": fleet.model_dump(mode="json")}
     write(args.output, f"{caption}\n\n{comparison(live, simulated)}", data)
 
 

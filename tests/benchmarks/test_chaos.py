@@ -116,7 +116,7 @@ async def outcomes(streams: ModuleType, answers: list[Answer], **habits: Any) ->
 
     server = await asyncio.start_server(serve, "127.0.0.1", 0)
     port = server.sockets[0].getsockname()[1]
-    case = streams.Case([5, 6], {"max_tokens": 3}, [1, 2, 3])
+    case = streams.Case("a case", {"prompt": [5, 6], "max_tokens": 3}, [1, 2, 3])
     clients = streams.Clients(port, [case], streams.Habits(**habits), seed=0, limit=1)
     await clients._client(random.Random(0))
     server.close()
@@ -132,8 +132,8 @@ def test_whole_stream_with_the_right_tokens_is_complete(streams: ModuleType) -> 
 @pytest.mark.parametrize(
     ("parts", "complaint"),
     [
-        ([HEAD, event(1, 2, 4), DONE], "wrong tokens"),
-        ([HEAD, event(1, 2), DONE], "wrong tokens"),
+        ([HEAD, event(1, 2, 4), DONE], "wrong answer"),
+        ([HEAD, event(1, 2), DONE], "wrong answer"),
         ([HEAD, event(1, 2, 3)], "cut"),
         ([], "cut"),
         ([HEAD, event(1), ERROR, DONE], "told 200 service_unavailable after some events"),

@@ -96,7 +96,7 @@ async def difference(http: httpx.AsyncClient, conversation: Any, places: asyncio
     """Return how the stream of a conversation differs from the undisturbed one; None where it does not."""
     told = importlib.import_module("streams").Told
     async with places:
-        body = conversation.body(random.Random(str(conversation.question.body)))
+        body = conversation.body(random.Random(str(conversation.request)))
         while True:
             reply = await http.post(conversation.path, json=body, timeout=120)
             try:
@@ -153,7 +153,7 @@ ERROR_EVENTS = {
 @pytest.mark.parametrize("path", ERROR_EVENTS)
 def test_streams_that_end_as_suspect_are_known_in_every_api(conversations: ModuleType, path: str) -> None:
     """Not every API gives this error a code."""
-    asked = conversations.Conversation(conversations.Question(path, "none", {}), None)
+    asked = next(each for each in conversations.questions(4, 0, {"<tool_call>": 0}) if each.path == path)
     reply = httpx.Response(200, content=ERROR_EVENTS[path](as_api_error(SuspectRequest.after(2))))
     with pytest.raises(importlib.import_module("streams").Told) as told:
         answer_of(reply, asked)
@@ -174,8 +174,7 @@ def test_answer_that_differs_or_contradicts_itself_is_seen(conversations: Module
             answer.add(event)
         return answer
 
-    question = conversations.Question("/v1/chat/completions", "named", {})
-    expected = conversations.Conversation(question, joined(*chunks).value())
+    expected = conversations.Case("named", {}, joined(*chunks).value())
     assert expected.difference(joined(*chunks), is_whole=True) is None
     assert expected.difference(joined(*chunks[:2]), is_whole=False) is None
     assert expected.difference(joined(*chunks[:2]), is_whole=True) is not None
