@@ -1,16 +1,16 @@
 """Do pools follow a load that changes, what happens to streams meanwhile, and does the simulator decide the same?
 
-    python benchmarks/routing/scaling.py                  # the default model: roles, then sizes; about 6 minutes
+    python benchmarks/routing/scaling.py                  # the default model, roles: about 3 minutes
     python benchmarks/routing/scaling.py --settings day --seconds 150 --prompt-rate 0.5 --prompt-tokens 8192 \
         --stream-rate 1.2 --crossdock-option=--device=emulated:h100-8b*20      # a day in an hour, on emulated devices
 
 The load has three phases: prompts (long ones, short answers), streams (short prompts, long answers), and quiet. In the
-setting `roles`, one prefill and two decode replicas may change roles. In the setting `sizes`, a pool may grow from one
-replica to two. In the setting `day` pools change sizes and roles, and the load is that of 24 hours: documents in the
-morning, chats in the afternoon, both at random times; rates are those of the busiest hour. Prints every decision: when,
-the change, the predicted seconds that decided it, how many requests were running then, how many of these broke, and the
-longest gap between two tokens in the ten seconds after it. Of a day it also prints the replicas of each role by hour,
-and replica-seconds and goodput beside those of a fixed fleet: every pool always as large as it may grow (simulated).
+setting `roles`, one prefill and two decode replicas may change roles. In the setting `day` pools change sizes and
+roles, and the load is that of 24 hours: documents in the morning, chats in the afternoon, both at random times; rates
+are those of the busiest hour. Prints every decision: when, the change, the predicted seconds that decided it, how many
+requests were running then, how many of these broke, and the longest gap between two tokens in the ten seconds after it.
+Of a day it also prints the replicas of each role by hour, and replica-seconds and goodput beside those of a fixed
+fleet: every pool always as large as it may grow (simulated).
 
 The simulator gets the profile that the server advertises after a warm-up, the same arrivals, and the seconds that new
 replicas took to come up. Run nothing else beside it.
@@ -38,7 +38,7 @@ from tables import Row, hardware, markdown, quantiles, table, today, write
 from crossdock.cluster.bench.metrics import Sample, Targets, by_class, spread_ms
 from crossdock.cluster.bench.run import BenchOptions, BenchResult, bench_jobs, run_bench
 from crossdock.cluster.bench.workloads import arrival_times
-from crossdock.cluster.simulate.fleet import describe, read_profile
+from crossdock.cluster.simulate.fleet import describe
 from crossdock.cluster.simulate.report import decision_figures, describe_decision
 from crossdock.cluster.simulate.simulation import Outcome, Simulation
 from crossdock.cluster.watch.scrape import STEP_ERROR, Scrape
@@ -47,6 +47,7 @@ from crossdock.workers.report.profile import SchedulingProfile
 
 CLASS = "interactive"
 PAUSE_S = 5.0  # between the warm-up and the first arrival: more than `up_delay_s`, so that the load alone decides
+START_S = 10.0  # until a simulated replica is up, where none was started live
 SCALING = {"interval_s": 1.0, "up_delay_s": 3.0, "down_delay_s": 15.0, "utilisation": 0.7}
 ENGINE = {"admission": "queue", "max_num_seqs": 16}
 SETTINGS: dict[str, dict[str, Any]] = {  # in the fields of a simulated fleet and of a server
@@ -55,7 +56,6 @@ SETTINGS: dict[str, dict[str, Any]] = {  # in the fields of a simulated fleet an
         "scaling": SCALING | {"flip_roles": True},
         "router": {"shipping": "always"},
     },
-    "sizes": {"pools": [{"name": "mixed", "replicas": 1, "max_replicas": 2}], "scaling": SCALING, "router": {}},
     "day": {
         "pools": [
             {"name": "prefill", "replicas": 1, "max_replicas": 3},
@@ -257,14 +257,14 @@ def trace_table(decisions: Sequence[dict[str, Any]], ups: Sequence[float | None]
 
 
 def day_table(
-    live: tuple[Sequence[Life], Sequence[dict[str, Any]]] | None,
+    live: tuple[Sequence[Life], Sequence[dict[str, Any]]],
     simulated: tuple[Sequence[Life], Sequence[dict[str, Any]]],
     load: Sequence[Phase],
     setting: dict[str, Any],
 ) -> str:
     """Return the replicas by role, prefill + decode, in the middle of each hour, and replica-seconds of the day."""
     ends, largest = load[-1].end, sum(pool.get("max_replicas", pool["replicas"]) for pool in setting["pools"])
-    both = {"live": live, "simulated": simulated} if live else {"simulated": simulated}
+    both = {"live": live, "simulated": simulated}
     middles = [(phase.begin + phase.end) / 2 for phase in load[: len(DOCUMENTS)]]
     lines = [["hour", *map(str, range(len(middles)))]]
     lines += [[name, *(roles_at(*each, at) for at in middles)] for name, each in both.items()]
@@ -302,7 +302,7 @@ def run(name: str, args: argparse.Namespace, trace: Path, load: Sequence[Phase])
     learnt = {key: decoder[key] for key in ("cost", "overrun", "interval_share") if decoder.get(key)}
     profile = SchedulingProfile.model_validate(decoder["profile"] | learnt)
     known = [up for up in ups if up is not None]
-    start_s = sum(known) / len(known) if known else args.start_s
+    start_s = sum(known) / len(known) if known else START_S
     text, simulated = run_simulated(name, profile, noise, start_s, options, load, (lives, decisions))
     live = figures(result.samples, load, result.origin, profile)
     text = f"{name}, live\n\n{trace_table(decisions, ups)}\n{table(live, 'arrived')}\n{text}"
@@ -316,7 +316,7 @@ def run_simulated(
     start_s: float,
     options: BenchOptions,
     load: Sequence[Phase],
-    live: tuple[Sequence[Life], Sequence[dict[str, Any]]] | None = None,
+    live: tuple[Sequence[Life], Sequence[dict[str, Any]]],
 ) -> tuple[str, dict[str, Any]]:
     """Play one setting in simulated time, a day also with a fixed fleet. Return the tables and the figures."""
     setting = SETTINGS[name]
@@ -341,15 +341,13 @@ def run_simulated(
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path, help="Hugging Face directory (default: the default model)")
-    parser.add_argument("--settings", nargs="+", default=["roles", "sizes"], choices=list(SETTINGS))
+    parser.add_argument("--settings", nargs="+", default=["roles"], choices=list(SETTINGS))
     parser.add_argument("--seconds", type=float, default=30.0, help="of each phase, or of each hour of a day")
     parser.add_argument("--prompt-rate", type=float, default=1.0, help="arrivals per second of the first phase")
     parser.add_argument("--prompt-tokens", type=int, default=1024, help="of its prompts")
     parser.add_argument("--stream-rate", type=float, default=2.0, help="arrivals per second of the second phase")
     parser.add_argument("--output-tokens", type=int, default=256, help="of its answers")
     parser.add_argument("--warmup", type=float, default=8.0, help="seconds of other requests before")
-    parser.add_argument("--start-s", type=float, default=10.0, help="simulated, where no replica was started live")
-    parser.add_argument("--profile", help="simulate alone, with a preset or a file of `crossdock tune --profile`")
     parser.add_argument("--seed", type=int, default=0)
     add_server_options(parser, "scaling", 8417)
     return parser.parse_args()
@@ -357,16 +355,12 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    args.model = args.model or (default_model_dir() if args.profile is None else Path(args.profile))
+    args.model = args.model or default_model_dir()
     texts, data, loads = [], {}, {name: day(args) if name == "day" else phases(args) for name in args.settings}
     for name, load in loads.items():
         trace = log_of(args, f"{name}-trace").with_suffix(".jsonl")
         write_trace(trace, load)
-        if args.profile is None:
-            text, data[name] = run(name, args, trace, load)
-        else:
-            options = BenchOptions("", "trace", trace=trace, service_tier=CLASS, seed=args.seed)
-            text, data[name] = run_simulated(name, read_profile(args.profile), 0.1, args.start_s, options, load)
+        text, data[name] = run(name, args, trace, load)
         texts.append(text)
     shapes = {
         f"{each.name}: {each.rate:g} requests per second, {each.prompt_tokens} tokens in, {each.output_tokens} out"
