@@ -6,10 +6,13 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from statistics import geometric_mean, median
 from typing import Any
+
+from tables import cell, markdown
 
 
 class Checkout:
@@ -30,13 +33,15 @@ class Checkout:
 
 
 @contextmanager
-def started(checkout: Path, command: list[str]) -> Iterator[Checkout]:
-    """Start Python with the arguments `command` and the package of `checkout`, and end it afterwards."""
+def answering(checkout: Path, script: Path, function: str) -> Iterator[Checkout]:
+    """Start a process with the package of `checkout` that calls a function of `script` with each list that it is asked.
+
+    The process ends afterwards."""
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "crossdock").symlink_to(checkout.resolve(), target_is_directory=True)
         environment = os.environ | {"PYTHONPATH": folder, "OMP_WAIT_POLICY": "PASSIVE"}
         process = subprocess.Popen(
-            [sys.executable, *command],
+            [sys.executable, __file__, str(script), function],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
@@ -55,15 +60,44 @@ def started(checkout: Path, command: list[str]) -> Iterator[Checkout]:
                 process.wait()
 
 
-def answering(checkout: Path, script: Path, function: str) -> AbstractContextManager[Checkout]:
-    """Start a process of `checkout` that calls a function of its `script` with each list that it is asked."""
-    return started(checkout, [__file__, str(script), function])
-
-
 def commit_of(checkout: Path) -> str:
     """Return the commit of a checkout, and whether files differ from it; the folder's name where git knows none."""
     asked = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=7", "--exclude", "*"]
     return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or checkout.name
+
+
+def in_rounds(
+    sides: Sequence[Checkout], rounds: int, questions: Mapping[str, Callable[[Checkout, int], float]]
+) -> dict[str, list[list[float]]]:
+    """Return the figures of each question by round and side. A question asks a checkout, in a round of this number.
+
+    In every round each question is answered by one after the other, and the next round begins with another one.
+    """
+    found: dict[str, list[list[float]]] = {name: [] for name in questions}
+    for number in range(rounds + 1):
+        for name, ask in questions.items():
+            figures = [0.0] * len(sides)
+            for turn in range(len(sides)):
+                side = (turn + number) % len(sides)
+                figures[side] = ask(sides[side], number)
+            if number:  # the first round has first calls
+                found[name].append(figures)
+        print(f"round {number} of {rounds}; load {os.getloadavg()[0]:.1f}", file=sys.stderr, flush=True)
+    return found
+
+
+def report(found: Mapping[str, list[list[float]]], names: Sequence[str], unit: str) -> str:
+    """Return a table: the medians of each side, and the medians of the ratio to the first side."""
+    heads = [f"{name} / {names[0]}" for name in names[1:]]
+    lines = [["", *(f"{name}, {unit}" for name in names), *heads]]
+    others = range(1, len(names))
+    for question, rounds in found.items():
+        middles = [median(figures) for figures in zip(*rounds, strict=True)]
+        ratios = [median(figures[side] / figures[0] for figures in rounds) for side in others]
+        lines.append([question, *map(cell, middles), *(f"{ratio:.3f}" for ratio in ratios)])
+    every = [geometric_mean([each[side] / each[0] for rounds in found.values() for each in rounds]) for side in others]
+    lines.append(["all (geometric mean)", *("" for _ in names), *(f"{ratio:.3f}" for ratio in every)])
+    return markdown(lines)
 
 
 def _answer(script: Path, function: str) -> None:

@@ -33,8 +33,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tables
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the tests' replicas: schedulers without a model
 
-from paired import Checkout, answering, commit_of
-from tables import hardware, markdown
+from paired import Checkout, answering, commit_of, in_rounds, report
+from tables import hardware
 
 from tests.router.replicas import Replica
 
@@ -140,27 +140,19 @@ def advertising(num_waiting: int, num_running: int) -> str:
 
 
 def compare(other: Path, turns: int, num_replicas: int, count: int) -> None:
-    """Print the time of a choice in this checkout and in another, in turns."""
-    checkouts, table = (
-        (Path(__file__).resolve().parents[2], other),
-        [["replicas", "this, µs", f"{commit_of(other)}, µs", "this / other"]],
-    )
+    """Print the time of a choice in another checkout and in this one, in turns."""
+    checkouts = {commit_of(other): other, "this": Path(__file__).resolve().parents[2]}
+
+    def ask(roles: tuple[Role, ...], cached: str, side: Checkout, _: int) -> float:
+        return float(side.ask([num_replicas, roles, "seconds", count, cached]).split("/")[0])
+
+    questions = {f"{num_replicas:,} {kind}": partial(ask, *asked) for kind, asked in KINDS.items()}
     with ExitStack() as stack:
-        sides: list[Checkout] = []
-        for path in checkouts:
+        sides = []
+        for path in checkouts.values():
             (script,) = (path / "benchmarks").rglob("router.py")
             sides.append(stack.enter_context(answering(path, script, "decisions")))
-        for kind, (roles, cached) in KINDS.items():
-            asked = (num_replicas, roles, "seconds", count, cached)
-            found = []
-            for turn in range(turns):
-                order = (0, 1) if turn % 2 else (1, 0)
-                choose = {side: float(sides[side].ask(asked).split("/")[0]) for side in order}
-                found.append((choose[0], choose[1]))
-            medians = [statistics.median(times) for times in zip(*found, strict=True)]
-            ratio = statistics.median([this / before for this, before in found])
-            table.append([f"{num_replicas:,} {kind}", *(f"{median:.0f}" for median in medians), f"{ratio:.2f}"])
-    print(markdown(table))
+        print(report(in_rounds(sides, turns, questions), list(checkouts), "µs"))
 
 
 def main() -> None:
