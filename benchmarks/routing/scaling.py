@@ -1,16 +1,13 @@
-"""Do pools follow a load that changes, what happens to streams meanwhile, and does the simulator decide the same?
+"""Do pools follow the load of a day, what happens to streams meanwhile, and does the simulator decide the same?
 
-    python benchmarks/routing/scaling.py                  # the default model, roles: about 3 minutes
-    python benchmarks/routing/scaling.py --settings day --seconds 150 --prompt-rate 0.5 --prompt-tokens 8192 \
-        --stream-rate 1.2 --crossdock-option=--device=emulated:h100-8b*20      # a day in an hour, on emulated devices
+    python benchmarks/routing/scaling.py --seconds 150 --prompt-rate 0.5 --prompt-tokens 8192 --stream-rate 1.2 \
+        "--crossdock-option=--device=emulated:h100-8b*20"      # a day in an hour, on emulated devices
 
-The load has three phases: prompts (long ones, short answers), streams (short prompts, long answers), and quiet. In the
-setting `roles`, one prefill and two decode replicas may change roles. In the setting `day` pools change sizes and
-roles, and the load is that of 24 hours: documents in the morning, chats in the afternoon, both at random times; rates
-are those of the busiest hour. Prints every decision: when, the change, the predicted seconds that decided it, how many
-requests were running then, how many of these broke, and the longest gap between two tokens in the ten seconds after it.
-Of a day it also prints the replicas of each role by hour, and replica-seconds and goodput beside those of a fixed
-fleet: every pool always as large as it may grow (simulated).
+Documents come in the morning and chats in the afternoon, at random times; rates are those of the busiest hour. A
+prefill and a decode pool change sizes and roles. Prints every decision: when, the change, the predicted seconds that
+decided it, how many requests were running then, how many of these broke, and the longest gap between two tokens in the
+ten seconds after it; the replicas of each role by hour; and replica-seconds and goodput beside those of a fixed fleet:
+both pools always as large as they may grow (simulated).
 
 The simulator gets the profile that the server advertises after a warm-up, the same arrivals, and the seconds that new
 replicas took to come up. Run nothing else beside it.
@@ -48,23 +45,22 @@ from crossdock.workers.report.profile import SchedulingProfile
 CLASS = "interactive"
 PAUSE_S = 5.0  # between the warm-up and the first arrival: more than `up_delay_s`, so that the load alone decides
 START_S = 10.0  # until a simulated replica is up, where none was started live
-SCALING = {"interval_s": 1.0, "up_delay_s": 3.0, "down_delay_s": 15.0, "utilisation": 0.7}
 ENGINE = {"admission": "queue", "max_num_seqs": 16}
-SETTINGS: dict[str, dict[str, Any]] = {  # in the fields of a simulated fleet and of a server
-    "roles": {
-        "pools": [{"name": "prefill", "replicas": 1}, {"name": "decode", "replicas": 2}],
-        "scaling": SCALING | {"flip_roles": True},
-        "router": {"shipping": "always"},
+SETTING: dict[str, Any] = {  # in the fields of a simulated fleet and of a server
+    "pools": [
+        {"name": "prefill", "replicas": 1, "max_replicas": 3},
+        {"name": "decode", "replicas": 2, "max_replicas": 4},
+    ],
+    "scaling": {
+        "interval_s": 1.0,
+        "up_delay_s": 5.0,
+        "down_delay_s": 60.0,
+        "utilisation": 0.7,
+        "flip_roles": True,
     },
-    "day": {
-        "pools": [
-            {"name": "prefill", "replicas": 1, "max_replicas": 3},
-            {"name": "decode", "replicas": 2, "max_replicas": 4},
-        ],
-        "scaling": SCALING | {"up_delay_s": 5.0, "down_delay_s": 60.0, "flip_roles": True},
-        "router": {"shipping": "always"},
-    },
+    "router": {"shipping": "always"},
 }
+LARGEST = sum(pool["max_replicas"] for pool in SETTING["pools"])  # replicas
 # Arrivals in each hour of a day, as shares of those in the busiest one.
 DOCUMENTS = (5, 5, 5, 5, 10, 20, 50, 80, 100, 100, 100, 80, 40, 20, 20, 20, 20, 20, 10, 10, 10, 10, 5, 5)
 CHATS = (10, 5, 5, 5, 5, 10, 20, 20, 30, 30, 30, 40, 60, 80, 100, 100, 100, 80, 60, 60, 50, 40, 30, 20)
@@ -73,7 +69,7 @@ PARTS = ("night", "morning", "afternoon", "evening")  # of six hours each
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Arrivals of one shape, evenly spaced or at random times."""
+    """Arrivals of one shape, at random times."""
 
     name: str
     begin: float  # seconds after the first arrival
@@ -81,7 +77,6 @@ class Phase:
     rate: float  # arrivals per second
     prompt_tokens: int
     output_tokens: int
-    is_random: bool = False
 
     @property
     def end(self) -> float:
@@ -89,8 +84,6 @@ class Phase:
 
     def arrivals(self) -> list[float]:
         """Return the times of arrivals, in seconds after the first arrival of the load."""
-        if not self.is_random:
-            return [self.begin + number / self.rate for number in range(int(self.seconds * self.rate))]
         times = arrival_times(self.rate, Random(f"{self.begin}/{self.prompt_tokens}"))  # the first is at 0
         return [self.begin + at for at in takewhile(lambda at: at < self.seconds, times) if at or not self.begin]
 
@@ -150,18 +143,10 @@ def roles_at(lives: Sequence[Life], decisions: Sequence[Mapping[str, Any]], at: 
     return f"{counts['prefill']} + {counts['decode']}"
 
 
-def phases(args: argparse.Namespace) -> list[Phase]:
-    return [
-        Phase("prompts", 0.0, args.seconds, args.prompt_rate, args.prompt_tokens, 8),
-        Phase("streams", args.seconds, args.seconds, args.stream_rate, 32, args.output_tokens),
-        Phase("quiet", 2 * args.seconds, args.seconds, 0.2, 32, 8),
-    ]
-
-
 def day(args: argparse.Namespace) -> list[Phase]:
     kinds = (DOCUMENTS, args.prompt_rate, args.prompt_tokens, 32), (CHATS, args.stream_rate, 128, args.output_tokens)
     return [
-        Phase(PARTS[hour // 6], hour * args.seconds, args.seconds, rate * share / 100, prompt, output, is_random=True)
+        Phase(PARTS[hour // 6], hour * args.seconds, args.seconds, rate * share / 100, prompt, output)
         for shares, rate, prompt, output in kinds
         for hour, share in enumerate(shares)
     ]
@@ -176,15 +161,15 @@ def write_trace(path: Path, load: Sequence[Phase]) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def server_flags(setting: dict[str, Any]) -> list[str]:
-    """Return the flags of `crossdock serve` for a setting."""
-    flags = ["--pools", ",".join(f"{pool['name']}={pool['replicas']}" for pool in setting["pools"])]
-    for pool in setting["pools"]:
-        if "max_replicas" in pool:
-            flags += ["--set", f"pools.{pool['name']}.max_replicas={pool['max_replicas']}"]
-    for section in ("scaling", "router"):
-        flags += [part for key, value in setting[section].items() for part in ("--set", f"{section}.{key}={value}")]
-    return flags + [part for key, value in ENGINE.items() for part in ("--set", f"engine.{key}={value}")]
+def server_flags() -> list[str]:
+    """Return the flags of `crossdock serve`."""
+    settings = {f"pools.{pool['name']}.max_replicas": pool["max_replicas"] for pool in SETTING["pools"]}
+    settings |= {
+        f"{section}.{key}": value for section in ("scaling", "router") for key, value in SETTING[section].items()
+    }
+    settings |= {f"engine.{key}": value for key, value in ENGINE.items()}
+    pools = ",".join(f"{pool['name']}={pool['replicas']}" for pool in SETTING["pools"])
+    return ["--pools", pools, *(f"--set={key}={value}" for key, value in settings.items())]
 
 
 async def measure(options: BenchOptions) -> tuple[BenchResult, Watch]:
@@ -256,37 +241,29 @@ def trace_table(decisions: Sequence[dict[str, Any]], ups: Sequence[float | None]
     return markdown(lines)
 
 
-def day_table(
-    live: tuple[Sequence[Life], Sequence[dict[str, Any]]],
-    simulated: tuple[Sequence[Life], Sequence[dict[str, Any]]],
-    load: Sequence[Phase],
-    setting: dict[str, Any],
-) -> str:
+def day_table(days: Mapping[str, tuple[Sequence[Life], Sequence[dict[str, Any]]]], load: Sequence[Phase]) -> str:
     """Return the replicas by role, prefill + decode, in the middle of each hour, and replica-seconds of the day."""
-    ends, largest = load[-1].end, sum(pool.get("max_replicas", pool["replicas"]) for pool in setting["pools"])
-    both = {"live": live, "simulated": simulated}
+    end = load[-1].end
     middles = [(phase.begin + phase.end) / 2 for phase in load[: len(DOCUMENTS)]]
     lines = [["hour", *map(str, range(len(middles)))]]
-    lines += [[name, *(roles_at(*each, at) for at in middles)] for name, each in both.items()]
+    lines += [[name, *(roles_at(*each, at) for at in middles)] for name, each in days.items()]
     text = markdown(lines)
-    for name, (lives, _) in both.items():
-        seconds = sum(max(min(life.until, ends) - max(life.since, 0.0), 0.0) for life in lives)
-        share = seconds / (largest * ends)
-        text += f"\n{name}: {seconds:,.0f} replica-seconds, {share:.0%} of those of {largest} replicas all day"
+    for name, (lives, _) in days.items():
+        seconds = sum(max(min(life.until, end) - max(life.since, 0.0), 0.0) for life in lives)
+        share = seconds / (LARGEST * end)
+        text += f"\n{name}: {seconds:,.0f} replica-seconds, {share:.0%} of those of {LARGEST} replicas all day"
     return text + "\n"
 
 
-def run(name: str, args: argparse.Namespace, trace: Path, load: Sequence[Phase]) -> tuple[str, dict[str, Any]]:
-    """Measure one setting, live and simulated. Return the tables and the figures."""
-    setting = SETTINGS[name]
-    with serving(name, crossdock_command(args, *server_flags(setting)), args, log_of(args, name)) as server:
+def run(args: argparse.Namespace, trace: Path, load: Sequence[Phase]) -> tuple[str, dict[str, Any]]:
+    """Measure the day, live and simulated. Return the tables and the figures."""
+    with serving("day", crossdock_command(args, *server_flags()), args, log_of(args, "day")) as server:
         warm = BenchOptions(
             url=server.address, workload="chat", duration=args.warmup, concurrency=4, service_tier=CLASS
         )
         asyncio.run(run_bench(warm))
         listed = httpx.get(f"{server.address}/v1/replicas", timeout=30).json()["data"]
-        scrape = Scrape.parse(httpx.get(f"{server.address}/metrics", timeout=30).text, 0.0)
-        noise = spread_of_steps(scrape)
+        noise = spread_of_steps(Scrape.parse(httpx.get(f"{server.address}/metrics", timeout=30).text, 0.0))
         time.sleep(PAUSE_S)
         options = BenchOptions(url=server.address, workload="trace", trace=trace, service_tier=CLASS, seed=args.seed)
         result, watch = asyncio.run(measure(options))
@@ -303,50 +280,33 @@ def run(name: str, args: argparse.Namespace, trace: Path, load: Sequence[Phase])
     profile = SchedulingProfile.model_validate(decoder["profile"] | learnt)
     known = [up for up in ups if up is not None]
     start_s = sum(known) / len(known) if known else START_S
-    text, simulated = run_simulated(name, profile, noise, start_s, options, load, (lives, decisions))
-    live = figures(result.samples, load, result.origin, profile)
-    text = f"{name}, live\n\n{trace_table(decisions, ups)}\n{table(live, 'arrived')}\n{text}"
-    return text, {"live": live, "live_decisions": decisions, **simulated}
 
-
-def run_simulated(
-    name: str,
-    profile: SchedulingProfile,
-    noise: float,
-    start_s: float,
-    options: BenchOptions,
-    load: Sequence[Phase],
-    live: tuple[Sequence[Life], Sequence[dict[str, Any]]],
-) -> tuple[str, dict[str, Any]]:
-    """Play one setting in simulated time, a day also with a fixed fleet. Return the tables and the figures."""
-    setting = SETTINGS[name]
-    outcome = simulate(setting, profile, noise, start_s, options)
-    decisions = [decision_figures(each.at, asdict(each.action), outcome.samples) for each in outcome.decisions]
-    rows = figures(outcome.samples, load, 0.0, profile)
-    title = f"{name}, simulated; steps vary by {noise:.0%}, a new replica is up after {start_s:.1f} s"
-    text = f"{title}\n\n{trace_table(decisions)}\n{table(rows, 'arrived')}"
-    fleet = {"noise": noise, "start_s": start_s, "profile": profile.model_dump(mode="json")}
-    data = {"simulated": rows, "simulated_decisions": decisions, "fleet": fleet}
-    if name == "day":
-        ended = outcome.duration
-        lives = [Life(each.name, each.pool.name, each.since, each.until or ended) for each in outcome.replicas]
-        text += f"\n{day_table(live, (lives, decisions), load, setting)}"
-        pools = [{"name": pool["name"], "replicas": pool["max_replicas"]} for pool in setting["pools"]]
-        fixed = simulate({"pools": pools, "router": setting["router"]}, profile, noise, start_s, options)
-        data["fixed"] = figures(fixed.samples, load, 0.0, profile)
-        text += f"\nday, simulated, pools as large as they may grow\n\n{table(data['fixed'], 'arrived')}"
-    return text, data
+    outcome = simulate(SETTING, profile, noise, start_s, options)
+    decided = [decision_figures(each.at, asdict(each.action), outcome.samples) for each in outcome.decisions]
+    until = outcome.duration
+    simulated = [Life(each.name, each.pool.name, each.since, each.until or until) for each in outcome.replicas]
+    pools = [{"name": pool["name"], "replicas": pool["max_replicas"]} for pool in SETTING["pools"]]
+    fixed = simulate({"pools": pools, "router": SETTING["router"]}, profile, noise, start_s, options)
+    rows = {
+        "live": figures(result.samples, load, result.origin, profile),
+        "simulated": figures(outcome.samples, load, 0.0, profile),
+        "simulated, pools as large as they may grow": figures(fixed.samples, load, 0.0, profile),
+    }
+    tables = [f"{name}\n\n{table(each, 'arrived')}" for name, each in rows.items()]
+    varied = f"steps vary by {noise:.0%}, a new replica is up after {start_s:.1f} s"
+    tables += [f"live\n\n{trace_table(decisions, ups)}", f"simulated; {varied}\n\n{trace_table(decided)}"]
+    tables.append(day_table({"live": (lives, decisions), "simulated": (simulated, decided)}, load))
+    return "\n".join(tables), {"figures": rows, "decisions": decisions, "simulated": decided}
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path, help="Hugging Face directory (default: the default model)")
-    parser.add_argument("--settings", nargs="+", default=["roles"], choices=list(SETTINGS))
-    parser.add_argument("--seconds", type=float, default=30.0, help="of each phase, or of each hour of a day")
-    parser.add_argument("--prompt-rate", type=float, default=1.0, help="arrivals per second of the first phase")
-    parser.add_argument("--prompt-tokens", type=int, default=1024, help="of its prompts")
-    parser.add_argument("--stream-rate", type=float, default=2.0, help="arrivals per second of the second phase")
-    parser.add_argument("--output-tokens", type=int, default=256, help="of its answers")
+    parser.add_argument("--seconds", type=float, default=30.0, help="of each hour (default: %(default)s)")
+    parser.add_argument("--prompt-rate", type=float, default=1.0, help="documents per second")
+    parser.add_argument("--prompt-tokens", type=int, default=1024, help="of each document")
+    parser.add_argument("--stream-rate", type=float, default=2.0, help="chats per second")
+    parser.add_argument("--output-tokens", type=int, default=256, help="of the answer to a chat")
     parser.add_argument("--warmup", type=float, default=8.0, help="seconds of other requests before")
     parser.add_argument("--seed", type=int, default=0)
     add_server_options(parser, "scaling", 8417)
@@ -356,23 +316,13 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     args.model = args.model or default_model_dir()
-    texts, data, loads = [], {}, {name: day(args) if name == "day" else phases(args) for name in args.settings}
-    for name, load in loads.items():
-        trace = log_of(args, f"{name}-trace").with_suffix(".jsonl")
-        write_trace(trace, load)
-        text, data[name] = run(name, args, trace, load)
-        texts.append(text)
-    shapes = {
-        f"{each.name}: {each.rate:g} requests per second, {each.prompt_tokens} tokens in, {each.output_tokens} out"
-        for load in loads.values()
-        for each in load
-        if not each.is_random or each.rate in (args.prompt_rate, args.stream_rate)
-    }
+    load, trace = day(args), log_of(args, "day-trace").with_suffix(".jsonl")
+    write_trace(trace, load)
+    text, data = run(args, trace, load)
     name = " ".join([args.model.name, *args.crossdock_option])
-    caption = (
-        f"{name}; {hardware()}; {today()}; phases of {args.seconds:g} s: {'; '.join(sorted(shapes))}; class {CLASS}."
-    )
-    write(args.output, "\n\n".join([caption, *texts]), data)
+    shapes = f"{args.prompt_rate:g} documents of {args.prompt_tokens} tokens and {args.stream_rate:g} chats a second"
+    caption = f"{name}; {hardware()}; {today()}; hours of {args.seconds:g} s; {shapes} in the busiest; class {CLASS}."
+    write(args.output, f"{caption}\n\n{text}", data)
 
 
 if __name__ == "__main__":

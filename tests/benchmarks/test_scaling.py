@@ -2,7 +2,9 @@
 
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
+import pytest
 from typer.testing import CliRunner
 
 from crossdock.cluster import cli
@@ -16,44 +18,45 @@ from tests.cluster.simulate.small_fleets import profile
 scaling = script("routing/scaling")
 
 
-def test_flags_of_every_setting_are_flags_of_serve(scaling: ModuleType) -> None:
-    for setting in scaling.SETTINGS.values():
-        result = CliRunner().invoke(cli.app, ["config", *scaling.server_flags(setting)])
-        assert result.exit_code == 0, result.output
-        assert ScalingConfig.model_validate(setting["scaling"]).up_delay_s == setting["scaling"]["up_delay_s"]
+def test_flags_of_the_setting_are_flags_of_serve(scaling: ModuleType) -> None:
+    result = CliRunner().invoke(cli.app, ["config", *scaling.server_flags()])
+    assert result.exit_code == 0, result.output
+    assert "up_delay_s: 5.0" in result.output
+    assert ScalingConfig.model_validate(scaling.SETTING["scaling"]).up_delay_s == 5.0
+
+
+def phases(scaling: ModuleType) -> list[Any]:
+    """Return prompts that need more than one replica, streams that need more places than one has, and quiet."""
+    load = [scaling.Phase("prompts", 0, 12, 5, 256, 2), scaling.Phase("streams", 12, 20, 5, 16, 200)]
+    return [*load, scaling.Phase("quiet", 32, 30, 0.5, 16, 2)]
 
 
 def test_trace_has_the_phases_one_after_the_other(scaling: ModuleType, tmp_path: Path) -> None:
-    load = [scaling.Phase("a", 0, 10, 0.5, 100, 8), scaling.Phase("b", 10, 4, 1.0, 32, 64)]
+    load = phases(scaling)
     scaling.write_trace(tmp_path / "trace.jsonl", load)
     jobs = read_trace(tmp_path / "trace.jsonl")
-    assert [job.due for job in jobs] == [0, 2, 4, 6, 8, 10, 11, 12, 13]
-    assert [(job.prompt_tokens, job.output_tokens) for job in jobs] == [(100, 8)] * 5 + [(32, 64)] * 4
+    assert [job.due for job in jobs] == sorted(job.due for job in jobs)
+    for phase in load:
+        own = [job for job in jobs if phase.begin <= job.due < phase.end]
+        assert own[0].due == phase.begin or phase.begin > 0
+        assert {(job.prompt_tokens, job.output_tokens) for job in own} == {(phase.prompt_tokens, phase.output_tokens)}
+        assert len(own) == pytest.approx(phase.rate * phase.seconds, rel=0.4)
 
 
-def test_simulated_settings_decide_and_break_no_stream(scaling: ModuleType, tmp_path: Path) -> None:
-    """Prompts that need more than one replica, then streams that need more places than one has."""
-    load = [scaling.Phase("prompts", 0, 12, 5, 256, 2), scaling.Phase("streams", 12, 20, 5, 16, 200)]
-    load += [scaling.Phase("quiet", 32, 30, 0.5, 16, 2)]
-    trace = tmp_path / "trace.jsonl"
+def test_simulated_pools_follow_the_load_and_break_no_stream(scaling: ModuleType, tmp_path: Path) -> None:
+    load, trace = phases(scaling), tmp_path / "trace.jsonl"
     scaling.write_trace(trace, load)
     options = BenchOptions("", "trace", trace=trace, service_tier=scaling.CLASS)
-    tables = {}
-    for name in ("roles", "sizes"):  # not the day, which is for a fleet
-        setting = scaling.SETTINGS[name]
-        outcome = scaling.simulate(setting, profile(max_num_seqs=64), 0.0, 2.0, options)
-        assert all(sample.ok for sample in outcome.samples)
-        rows = [
-            scaling.decision_figures(each.at, scaling.asdict(each.action), outcome.samples)
-            for each in outcome.decisions
-        ]
-        assert rows
-        assert not any(row["broken"] for row in rows)
-        tables[name] = scaling.trace_table(rows)
-        phases = scaling.figures(outcome.samples, load, 0.0, profile(max_num_seqs=64))
-        assert [row["requests"] for row in phases.values()] == [60, 100, 15, 175]
-    assert "decode to prefill" in tables["roles"]
-    assert "mixed: 1 to 2 replicas" in tables["sizes"]
+    outcome = scaling.simulate(scaling.SETTING, profile(max_num_seqs=64), 0.0, 2.0, options)
+    decided, samples = outcome.decisions, outcome.samples
+    rows = [scaling.decision_figures(each.at, scaling.asdict(each.action), samples) for each in decided]
+    assert all(sample.ok for sample in samples)
+    assert not any(row["broken"] for row in rows)
+    shown = scaling.trace_table(rows)
+    assert "prefill: 1 to 3 replicas" in shown
+    assert "decode: 2 to 3 replicas" in shown
+    counts = [row["requests"] for row in scaling.figures(samples, load, 0.0, profile(max_num_seqs=64)).values()]
+    assert sum(counts[:-1]) == counts[-1] == len(samples)
 
 
 def test_spread_of_steps_of_several_replicas_is_their_mean(scaling: ModuleType) -> None:
