@@ -25,8 +25,15 @@ from statistics import median
 from typing import Any
 
 import httpx
-import psutil
-from servers import RunningServer, add_server_options, crossdock_command, log_of, serving
+from servers import (
+    RunningServer,
+    add_server_options,
+    command_line,
+    cpu_seconds,
+    crossdock_command,
+    log_of,
+    serving,
+)
 from tables import hardware, markdown, today
 from transformers import AutoTokenizer
 
@@ -103,27 +110,14 @@ class Client:
         return num_events
 
 
-class Usage:
-    """CPU time of the processes of a server from now on, by kind of process, in seconds."""
-
-    def __init__(self, server: RunningServer) -> None:
-        self._pids = server.processes
-        self._before = self._times()
-
-    def seconds(self) -> dict[str, float]:
-        return {kind: at_end - self._before[kind] for kind, at_end in self._times().items()}
-
-    def _times(self) -> dict[str, float]:
-        sums: dict[str, float] = defaultdict(float)
-        for pid in self._pids:
-            try:
-                process = psutil.Process(pid)
-                line, times = " ".join(process.cmdline()), process.cpu_times()
-            except psutil.Error:
-                continue
-            kind = next((kind for kind, marks in PROCESSES.items() if any(mark in line for mark in marks)), "other")
-            sums[kind] += times.user + times.system
-        return sums
+def usage(server: RunningServer) -> dict[str, float]:
+    """Return the CPU time of the processes of a server, by kind of process, in seconds."""
+    sums: dict[str, float] = defaultdict(float)
+    for pid in server.processes:
+        line = command_line(pid)
+        kind = next((kind for kind, marks in PROCESSES.items() if any(mark in line for mark in marks)), "other")
+        sums[kind] += cpu_seconds([pid])
+    return sums
 
 
 class TimedClient(Client):
@@ -182,9 +176,9 @@ async def _seconds(
     server: RunningServer, model: str, request: tuple[str, dict[str, Any]], num_streams: int, times: int
 ) -> dict[str, float]:
     await Client(server.address, model).run(*request, 2)
-    usage = Usage(server)
+    before = usage(server)
     await asyncio.gather(*(Client(server.address, model).run(*request, times) for _ in range(num_streams)))
-    return usage.seconds()
+    return {kind: seconds - before[kind] for kind, seconds in usage(server).items()}
 
 
 def _cells(seconds: dict[str, float], factor: float) -> list[str]:

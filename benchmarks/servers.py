@@ -9,11 +9,12 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+import psutil
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "CROSSDOCK_PEER_RUN"  # environment variable that all processes of a server inherit
@@ -144,11 +145,16 @@ def end(process: "subprocess.Popen[bytes]", mark: str) -> None:
         process.poll()
         left = {pid for pid in left if _is_alive(pid)} | processes_of(process.pid, mark)
     for pid in left:
-        try:
+        with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
-        except ProcessLookupError:
-            continue
     process.wait()
+
+
+def _is_alive(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
 
 
 # -- processes -------------------------------------------------------------------------------------------------------
@@ -163,20 +169,13 @@ def processes_of(session: int, mark: str) -> set[int]:
     """
     parents: dict[int, int] = {}
     found = set()
-    wanted = f"{MARK}={mark}".encode()
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdecimal():
-            continue
-        pid = int(entry.name)
-        try:
-            state, parent, _, own_session = _stat(pid)[:4]  # state, parent, group, session
-            if state == "Z":
+    for process in psutil.process_iter():
+        with suppress(psutil.Error, OSError):  # it has ended, or belongs to another user
+            if process.status() == psutil.STATUS_ZOMBIE:
                 continue
-            parents[pid] = int(parent)
-            if int(own_session) == session or wanted in (entry / "environ").read_bytes().split(b"\0"):
-                found.add(pid)
-        except OSError:  # it has ended, or belongs to another user
-            continue
+            parents[process.pid] = process.ppid()
+            if os.getsid(process.pid) == session or process.environ().get(MARK) == mark:
+                found.add(process.pid)
     while more := {pid for pid, parent in parents.items() if parent in found} - found:
         found |= more
     return found
@@ -185,8 +184,8 @@ def processes_of(session: int, mark: str) -> set[int]:
 def command_line(pid: int) -> str:
     """Return the words of a process, or the title that it has set; an empty text where the process has ended."""
     try:
-        return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
-    except OSError:
+        return " ".join(psutil.Process(pid).cmdline())
+    except psutil.Error:
         return ""
 
 
@@ -209,6 +208,15 @@ def memory_mib(processes: Iterable[int]) -> float:
     return sum(memory_of(pid).get("PSS", 0.0) for pid in processes)
 
 
+def cpu_seconds(processes: Iterable[int]) -> float:
+    """Return the CPU time of processes and of those of their children that have ended."""
+    seconds = 0.0
+    for pid in processes:
+        with suppress(psutil.Error):
+            seconds += sum(psutil.Process(pid).cpu_times()[:4])  # its own, and those of its children
+    return seconds
+
+
 class OtherLoad:
     """The CPU time of all other processes of the machine from now on, which disturb a measurement."""
 
@@ -222,36 +230,6 @@ class OtherLoad:
         return max(0.0, (self._seconds() - self._before) / (time.monotonic() - self._started))
 
     def _seconds(self) -> float:
-        return _machine_cpu_seconds() - cpu_seconds(self._own)
-
-
-def cpu_seconds(processes: Iterable[int]) -> float:
-    """Return the CPU time of processes and of those of their children that have ended."""
-    ticks = 0
-    for pid in processes:
-        try:
-            ticks += sum(int(field) for field in _stat(pid)[11:15])  # utime stime cutime cstime
-        except OSError:
-            continue
-    return ticks / os.sysconf("SC_CLK_TCK")
-
-
-def _machine_cpu_seconds() -> float:
-    """Return the CPU time of all processes on this machine, and what its host took from it."""
-    user, nice, system, _, _, irq, softirq, steal = Path("/proc/stat").read_text().split()[1:9]
-    return sum(map(int, (user, nice, system, irq, softirq, steal))) / os.sysconf("SC_CLK_TCK")
-
-
-def _is_alive(pid: int) -> bool:
-    try:
-        return _stat(pid)[0] != "Z"
-    except OSError:
-        return False
-
-
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the third on, the state.
-
-    The second field, a name in brackets, may contain anything, so the text is read from the closing bracket.
-    """
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        of = psutil.cpu_times()
+        whole = of.user + of.nice + of.system + of.irq + of.softirq + of.steal  # steal: what the host took
+        return float(whole) - cpu_seconds(self._own)
