@@ -1,91 +1,24 @@
-"""Compare, in simulation on the costs of GPUs, this router with others that keep conversations where their pages are.
+"""Predict the seconds to the first token of a prompt whose prefix is on another replica, at several rates of its link.
 
     python benchmarks/routing/fetching.py
-    python benchmarks/routing/fetching.py --highest      # 20 minutes for each load
 
-Prints, of one prompt whose prefix is on another replica, at several rates of its link: predicted seconds to its first
-token, computed, fetched, and cut: computed from its beginning while it is fetched from its end.
-With `--highest`: loads on fleets whose pools are too small for them, with host memory below. Finds, for each router,
-the highest load at which 95 % of the requests are good: their first token comes within 1 s, all others within 50 ms.
-
-`pinned` does what ConServe does (arXiv 2606.01839): a conversation's first turn goes to the replica on which the fewest
-tokens of conversations lie, and all later turns go to the same replica. `prefix-affinity` is SGLang's choice.
+Prints them computed, fetched, and cut: computed from its beginning while it is fetched from its end.
 """
 
-import argparse
-from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field
 from itertools import product
-from typing import Any
-from unittest.mock import patch
 
-import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from crossdock.cluster.bench.agents import Agents, agent_jobs
-from crossdock.cluster.bench.workloads import Job, Segment
-from crossdock.cluster.simulate import simulation
-from crossdock.cluster.simulate.fleet import SimulatedFleet, describe
 from crossdock.router.fleet import Fleet
-from crossdock.router.placement import HANDOVER_S, Placement, Query
+from crossdock.router.placement import HANDOVER_S, Query
 from crossdock.workers.report.advertise import LiveProfile, PageChanges, Prompts
 from crossdock.workers.report.presets import preset
-from crossdock.workers.schedule.memory.prefix_index import PageHash, hash_pages
+from crossdock.workers.schedule.memory.prefix_index import hash_pages
 
-SECONDS = 60.0  # simulated
-LENGTH = 16_000  # tokens at which a session ends: 1,000 pages
-SYSTEM_PAGES = 80  # of a session's beginning, which others share
 PRESETS = ("h100-8b", "h100-70b")
 LENGTHS = (2048, 8192, 49_152)  # tokens of a prefix
 RATES = (1.25e9, 12.5e9, 50e9)  # bytes a second of a link
-ROUTERS: dict[str, dict[str, str]] = {
-    "seconds": {},
-    "prefix-affinity": {"policy": "prefix-affinity"},
-    "pinned": {"shipping": "never"},
-}
-TTFT_S, TPOT_S = 1.0, 0.05  # of a good request
-MOST_BAD = 0.05  # of a load that a fleet bears
-
-
-@dataclass(slots=True)
-class PinnedFleet(Fleet):
-    """A router that leaves each conversation on the replica of its first turn."""
-
-    _replica_of: dict[PageHash, str] = field(default_factory=dict)  # by the last page of each turn
-    _tokens_of: dict[PageHash, int] = field(default_factory=dict)  # the same
-
-    def choose(self, query: Query, now: float, exclude: Collection[str] = ()) -> Placement:
-        """Return the replica of the conversation's turn before, or the one with the fewest tokens of conversations."""
-        own = query.page_hashes[SYSTEM_PAGES:]
-        before = next((each for each in reversed(own) if each in self._replica_of), None)
-        name = self._replica_of.pop(before) if before is not None else self._emptiest(exclude)
-        self._tokens_of.pop(before or b"", None)
-        if own:
-            self._replica_of[own[-1]], self._tokens_of[own[-1]] = name, query.num_tokens
-        return Fleet.choose(self, query, now, {*exclude, *(set(self.table.by_name) - {name})} - {name})
-
-    def _emptiest(self, exclude: Collection[str]) -> str:
-        tokens = Counter({name: 0 for name in self.table.by_name if name not in exclude})
-        for page_hash, name in self._replica_of.items():
-            tokens[name] += self._tokens_of[page_hash]
-        return min(tokens, key=lambda name: tokens[name])
-
-
-def fleet(names: Sequence[str], router: dict[str, str], host: str = "0B", **changes: int) -> SimulatedFleet:
-    """Return replicas like those of presets, each with a pool of its own kind."""
-    pools: list[dict[str, Any]] = [
-        {
-            "name": each,
-            "role": "mixed",
-            "replicas": count,
-            "profile": preset(each).model_copy(update=changes),
-            "kv_cache_host_memory": host,
-        }
-        for each, count in Counter(names).items()
-    ]
-    return describe({"pools": pools, "router": router})
 
 
 def one_prompt(name: str, tokens: int, rate: float) -> tuple[float, float, float]:
@@ -107,69 +40,12 @@ def one_prompt(name: str, tokens: int, rate: float) -> tuple[float, float, float
     return computed, rest + wait, rest + saved * wait / (saved + travel)
 
 
-def agents(seed: int, count: float) -> Sequence[Job]:
-    """Return so many agents, whose sessions end at 16,000 tokens."""
-    return agent_jobs(Agents().within(LENGTH), seed, int(count))
-
-
-def chats(seed: int, rate: float) -> Iterator[Job]:
-    """Yield requests that share no prefix, at random times."""
-    rng = np.random.default_rng(seed)
-    for number, due in enumerate(np.cumsum(rng.exponential(1 / rate, int(30 * rate)))):
-        yield Job((Segment(f"{seed}/{number}", int(rng.integers(50, 2000))),), 64, due=float(due))
-
-
-LIKE, UNLIKE = ("h100-8b",) * 4, ("h100-8b", "h100-8b", "a100-8b", "l4-8b")
-SMALL = {"num_pages": 1500, "max_model_len": LENGTH}
-LOADS: dict[str, tuple[Callable[[int, float], Any], Sequence[float], Sequence[str], str, dict[str, int]]] = {
-    "agents": (agents, (256, 2000), LIKE, "8GiB", SMALL),
-    "agents, unlike GPUs": (agents, (128, 1300), UNLIKE, "8GiB", SMALL),
-    "chats a second": (chats, (60, 240), LIKE, "8GiB", {"num_pages": 20_000}),
-}
-
-
-def goodput(name: str, load: str, amount: float) -> tuple[float, float]:
-    """Play a load with one of the routers. Return the share of good requests, and how many were good in a second."""
-    jobs, _, names, host, sizes = LOADS[load]
-    with patch.object(simulation, "Fleet", PinnedFleet if name == "pinned" else Fleet):
-        played = simulation.Simulation(fleet(names, ROUTERS[name], host, **sizes), 0).run(jobs(0, amount), SECONDS)
-    good = sum(each.ok and each.ttft <= TTFT_S and (each.tpot or 0.0) <= TPOT_S for each in played.samples)
-    return good / len(played.samples), good / max(sample.ended for sample in played.samples)
-
-
-def highest(name: str, load: str) -> tuple[int, float]:
-    """Return the highest load that a router bears, by bisection, and its good requests a second."""
-    low, most = LOADS[load][1]
-    found, high = (0, 0.0), most
-    for _ in range(5):
-        amount = round((low * high) ** 0.5)
-        share, rate = goodput(name, load, amount)
-        if share >= 1 - MOST_BAD:
-            found, low = (amount, rate), amount
-        else:
-            high = amount
-    if high == most:
-        raise SystemExit(f"{name} bears all loads of {load} that were tried: raise the bound in LOADS")
-    return found
-
-
 def main() -> None:
-    """Print a table."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--highest", action="store_true", help="find the highest load that each router bears")
-    parser.add_argument("--loads", default=";".join(LOADS), help="joined by semicolons (default: %(default)s)")
-    args = parser.parse_args()
-    if args.highest:
-        out = Table("load", *ROUTERS, "the best other", title="Highest load, and good requests a second")
-        for load in args.loads.split(";"):
-            found = [highest(name, load) for name in ROUTERS]
-            ours, *others = [rate for _, rate in found]
-            out.add_row(load, *(f"{amount}: {rate:.2f}" for amount, rate in found), f"{ours / max(others):.2f} x")
-    else:
-        out = Table("replica", "tokens", "GB/s", "computed, ms", "fetched", "cut", title="One prompt")
-        for name, tokens, rate in product(PRESETS, LENGTHS, RATES):
-            seconds = one_prompt(name, tokens, rate)
-            out.add_row(name, f"{tokens:,}", f"{rate / 1e9:.4g}", *(f"{1000 * each:.0f}" for each in seconds))
+    """Print the table."""
+    out = Table("replica", "tokens", "GB/s", "computed, ms", "fetched", "cut", title="One prompt")
+    for name, tokens, rate in product(PRESETS, LENGTHS, RATES):
+        seconds = one_prompt(name, tokens, rate)
+        out.add_row(name, f"{tokens:,}", f"{rate / 1e9:.4g}", *(f"{1000 * each:.0f}" for each in seconds))
     Console(width=120).print(out)
 
 

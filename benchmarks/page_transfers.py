@@ -1,0 +1,158 @@
+"""Transfers of scattered pages between the docks of two processes on this machine: this one receives, a child sends.
+
+A page is one descriptor (equal shards). Source and target pages are scattered, so that no two can be merged.
+"""
+
+import json
+import queue
+import random
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from crossdock.kvtransfer.calls import ChunkCall, ExpectCall, FinishCall, GrantCall, ShipCall
+from crossdock.kvtransfer.dock import Dock
+from crossdock.kvtransfer.events import Arrived, Committed, Event, Failed, Released
+from crossdock.kvtransfer.layout import LayerShape, PoolLayout, PoolSpec
+from crossdock.kvtransfer.records import GroupPages
+from crossdock.kvtransfer.transport import Memory, Transport
+
+TIMEOUT_S = 60.0  # of one transfer
+Events = queue.SimpleQueue[Event]
+Check = Callable[[Any, list[int], list[int]], None]  # of the pool, and the ids of source and target pages
+
+
+def make_transport(kind: str) -> Transport:
+    """Return a transport: `tcp`, `nixl`, or `nixl` and what UCX may use."""
+    if kind == "tcp":
+        from crossdock.kvtransfer.tcp import TcpTransport
+
+        return TcpTransport()
+    from crossdock.kvtransfer.nixl import NixlTransport
+
+    tls = kind.removeprefix("nixl").strip()
+    return NixlTransport(ucx_tls=tls, ucx_net_devices="lo") if tls else NixlTransport()
+
+
+def content(device: str, page_bytes: int, num_pages: int) -> Any:
+    """Return the bytes of the source's pool on a device of torch, [2 * pages, bytes]: no two pages are alike."""
+    import torch
+
+    generator = torch.Generator(device).manual_seed(0)
+    return torch.randint(0, 256, (2 * num_pages, page_bytes), dtype=torch.uint8, device=device, generator=generator)
+
+
+def open_dock(kind: str, page_bytes: int, num_pages: int, role: str, device: str) -> tuple[Dock, Events, Any]:
+    """Return a dock with a pool of twice as many pages. `device`: torch's, or empty for memory without torch."""
+    if device:
+        pool = content(device, page_bytes, num_pages)
+        if role == "target":
+            pool.zero_()
+        memory = Memory(pool.data_ptr(), pool.nbytes, 0 if device == "cuda" else None)
+        if pool.is_cuda:
+            pool[-1, -1].item()  # waits until the bytes are there: the transport reads them outside of any stream
+    else:
+        pool = np.ones(2 * num_pages * page_bytes, dtype=np.uint8)  # ones: so that the kernel maps the memory
+        memory = Memory.of(pool.data)
+    layers = (LayerShape(1, page_bytes // 4, page_bytes // 4),)
+    spec = PoolSpec.whole(PoolLayout(layers, 1, 2), f"page {page_bytes}", "float16", 2 * num_pages)
+    events: Events = queue.SimpleQueue()
+    options = {"max_write_bytes": 1 << 30}
+    return Dock(make_transport(kind), memory, spec, role, events.put, **options), events, pool
+
+
+def _pages(seed: int, num_pages: int) -> list[int]:
+    return random.Random(seed).sample(range(0, 2 * num_pages, 2), num_pages)
+
+
+def _wait_for(events: Events, kind: type[Any]) -> Any:
+    """Return the next event of this kind. RuntimeError: the transfer has failed."""
+    until = time.monotonic() + TIMEOUT_S
+    while not isinstance(event := events.get(timeout=max(until - time.monotonic(), 0.01)), kind):
+        if isinstance(event, Failed):
+            raise RuntimeError(f"{event.reason.value}: {event.detail}")
+    return event
+
+
+def cpu_seconds() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def send(kind: str, page_bytes: int, num_pages: int, repeats: int, device: str) -> None:
+    """Send the pages of every repeat and print a line of figures. Runs in the child process."""
+    dock, events, _pool = open_dock(kind, page_bytes, num_pages, "source", device)
+    print(dock.blob.hex(), flush=True)
+    blob = bytes.fromhex(sys.stdin.readline())
+    seconds, cpu, handover = [], [], []
+    for repeat in range(repeats + 1):  # the first one makes the connection
+        request, begin, pages = f"r{repeat}", cpu_seconds(), _pages(repeat, num_pages)
+        dock.call(ShipCall(request, 1, (blob,), TIMEOUT_S))
+        dock.call(ChunkCall(request, (GroupPages(0, tuple(pages[:-1])),), num_pages - 1))
+        sys.stdin.readline()  # the other side has committed
+        time.sleep(0.005)
+        finished = time.monotonic()
+        dock.call(FinishCall(request, (GroupPages(0, tuple(pages)),), num_pages, b"first token"))
+        event = _wait_for(events, Released)
+        assert event.arrived
+        seconds.append(event.figures.hidden_seconds)
+        cpu.append(cpu_seconds() - begin)
+        handover.append(time.monotonic() - finished)
+
+    def share() -> float:
+        time.sleep(0.3)
+        begin = cpu_seconds()
+        time.sleep(1.0)
+        return cpu_seconds() - begin
+
+    figures: dict[str, Any] = {"seconds": seconds[1:], "cpu": cpu[1:], "handover": handover[1:], "idle": share()}
+    dock.call(ShipCall("open", 1, (blob,), TIMEOUT_S))
+    print(json.dumps({**figures, "waiting": share()}), flush=True)
+    dock.close()
+
+
+def receive(
+    kind: str, page_bytes: int, num_pages: int, repeats: int, device: str = "", check: Check | None = None
+) -> dict[str, Any]:
+    """Receive the pages of a child's pool. Return the child's figures: seconds of all pages but one, and others.
+
+    `check` is called with the pool after each transfer.
+    """
+    command = [sys.executable, __file__, kind, str(page_bytes), str(num_pages), str(repeats), device]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
+    assert child.stdin is not None
+    assert child.stdout is not None
+    dock = None
+    try:  # the child first: no process may fork once NIXL's agent is open
+        dock, events, pool = open_dock(kind, page_bytes, num_pages, "target", device)
+        blob = bytes.fromhex(child.stdout.readline())
+        for repeat in range(repeats + 1):
+            request, pages = f"r{repeat}", _pages(-1 - repeat, num_pages)
+            dock.call(ExpectCall(request, 1, (blob,), TIMEOUT_S))
+            dock.call(GrantCall(request, 1, 0, (GroupPages(0, tuple(pages)),)))
+            if repeat == 0:
+                child.stdin.write(dock.blob.hex() + "\n")
+            _wait_for(events, Committed)
+            child.stdin.write("committed\n")
+            _wait_for(events, Arrived)
+            if check is not None:
+                check(pool, _pages(repeat, num_pages), pages)
+        figures: dict[str, Any] = json.loads(child.stdout.readline())
+        child.stdin.close()
+        child.wait(timeout=TIMEOUT_S)
+        return figures
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+        if dock is not None:
+            dock.close()
+
+
+if __name__ == "__main__":
+    send(sys.argv[1], *map(int, sys.argv[2:5]), device=sys.argv[5])
