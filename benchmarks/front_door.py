@@ -19,7 +19,6 @@ import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -49,33 +48,12 @@ TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type
 MESSAGES = [{"role": "user", "content": WORDS}]
 
 
-def chat(length: int) -> tuple[str, dict[str, Any]]:
-    return "/v1/chat/completions", {"messages": MESSAGES, "max_tokens": length, "ignore_eos": True}
-
-
-def completion(length: int) -> tuple[str, dict[str, Any]]:
-    return "/v1/completions", {"prompt": WORDS, "max_tokens": length, "ignore_eos": True}
-
-
-def tools(length: int) -> tuple[str, dict[str, Any]]:
-    path, body = chat(length)
-    return path, {**body, "tools": [TOOL]}
-
-
-def response(length: int) -> tuple[str, dict[str, Any]]:
-    return "/v1/responses", {"input": WORDS, "max_output_tokens": length, "store": False}
-
-
-def message(length: int) -> tuple[str, dict[str, Any]]:
-    return "/v1/messages", {"messages": MESSAGES, "max_tokens": length}
-
-
-KINDS: dict[str, Callable[[int], tuple[str, dict[str, Any]]]] = {
-    "chat": chat,
-    "completion": completion,
-    "tools": tools,
-    "response": response,
-    "message": message,
+KINDS: dict[str, tuple[str, str, dict[str, Any]]] = {  # path, the field of an answer's length, and other fields
+    "chat": ("/v1/chat/completions", "max_tokens", {"messages": MESSAGES, "ignore_eos": True}),
+    "completion": ("/v1/completions", "max_tokens", {"prompt": WORDS, "ignore_eos": True}),
+    "tools": ("/v1/chat/completions", "max_tokens", {"messages": MESSAGES, "ignore_eos": True, "tools": [TOOL]}),
+    "response": ("/v1/responses", "max_output_tokens", {"input": WORDS, "store": False}),
+    "message": ("/v1/messages", "max_tokens", {"messages": MESSAGES}),
 }
 PROCESSES = {  # what a process is, by what its command line contains; the first that fits
     "ingress": ("ServeReplica:crossdock:ingress", "vllm serve", "APIServer"),
@@ -84,6 +62,12 @@ PROCESSES = {  # what a process is, by what its command line contains; the first
     "GCS": ("gcs_server",),
     "raylet": ("raylet",),
 }
+
+
+def request_of(kind: str, length: int) -> tuple[str, dict[str, Any]]:
+    """Return the path and the body of a request whose answer has so many tokens."""
+    path, field, body = KINDS[kind]
+    return path, {**body, field: length}
 
 
 class Client:
@@ -130,7 +114,7 @@ class TimedClient(Client):
         """
         found = []
         async with httpx.AsyncClient(base_url=f"http://{self._host}:{self._port}", timeout=120) as http:
-            path, body = completion(length)
+            path, body = request_of("completion", length)
             body |= {"model": self._model, "stream": True, "return_token_ids": True}
             for _ in range(times + 1):
                 sent, read, name = time.time(), list[float](), ""
@@ -164,10 +148,10 @@ async def measure(server: RunningServer, model: str, args: argparse.Namespace) -
     for kind in args.kinds.split(","):
         for num_streams in map(int, args.streams.split(",")):
             times = max(1, args.tokens // (num_streams * LENGTH))
-            seconds = await _seconds(server, model, KINDS[kind](LENGTH), num_streams, times)
+            seconds = await _seconds(server, model, request_of(kind, LENGTH), num_streams, times)
             num_tokens = num_streams * times * LENGTH
             rows.append([kind, f"{num_streams} streams, µs a token", *_cells(seconds, 1e6 / num_tokens)])
-        seconds = await _seconds(server, model, KINDS[kind](1), 8, args.requests // 8)
+        seconds = await _seconds(server, model, request_of(kind, 1), 8, args.requests // 8)
         rows.append([kind, "ms a request of one token", *_cells(seconds, 1e3 / (args.requests // 8 * 8))])
     return rows
 

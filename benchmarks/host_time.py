@@ -142,11 +142,11 @@ def make_engine(streams: int, tokens: int, is_ahead: bool) -> Engine:
     return engine
 
 
-def steps(engine: Engine, lengths: Sequence[int], sampling: dict[str, Any], num_steps: int) -> dict[str, float]:
+def steps(engine: Engine, lengths: Sequence[int], num_steps: int) -> dict[str, float]:
     """Return the median ms of each part of a decode step of streams whose prompts have these lengths."""
     seconds = Seconds()
     for number, tokens in enumerate(lengths):
-        params = SamplingParams(max_tokens=20_000, ignore_eos=True, seed=number, **sampling)
+        params = SamplingParams(max_tokens=20_000, ignore_eos=True, temperature=0.0)
         engine.add(
             Submission(f"stream {number}", [i * 7 % VOCAB for i in range(tokens)], params, slo_class="interactive")
         )
@@ -175,19 +175,16 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=200, help="of each prompt")
     parser.add_argument("--longest", type=int, default=0, help="tokens of the prompt of one stream; 0: as all others")
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--top-p", type=float, default=1.0)
-    parser.add_argument("--temperature", type=float, default=0.0)
     parser.add_argument("--ahead", action="store_true", help="steps begin before the tokens of the last are known")
     args = parser.parse_args()
     torch.set_num_threads(1)
     prepare_interpreter()  # as a replica does once its model is loaded
-    sampling = {"temperature": args.temperature, "top_p": args.top_p}
     originals = {key: owner.__dict__[method] for key, (owner, method) in PARTS.items()}
     rows = {}
     for streams in map(int, args.streams.split(",")):
         engine = make_engine(streams, args.tokens, args.ahead)
         lengths = [args.longest or args.tokens] + [args.tokens] * (streams - 1)
-        rows[streams] = steps(engine, lengths, sampling, args.steps)
+        rows[streams] = steps(engine, lengths, args.steps)
         for key, (owner, method) in PARTS.items():
             setattr(owner, method, originals[key])
     names = [*PARTS, "assume ahead", "other", "step", "decodes"]

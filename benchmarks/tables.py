@@ -9,6 +9,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 Row = dict[str, float]  # figures by the name of their column
 
 
@@ -46,14 +48,11 @@ def cell(value: float | None) -> str:
 
 def hardware() -> str:
     """Return the cores, processor and memory of this machine."""
-    model = platform.processor() or platform.machine()
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
-        memory = int(Path("/proc/meminfo").read_text().split()[1]) / 2**20
-    except OSError:
-        return model
-    return f"{os.cpu_count()} cores, {model}, {memory:.0f} GiB"
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    model = next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.machine()
+    )
+    return f"{os.cpu_count()} cores, {model}, {psutil.virtual_memory().total / 2**30:.0f} GiB"
 
 
 def today() -> str:

@@ -2,7 +2,6 @@
 
 import asyncio
 import collections
-import json
 import os
 import random
 import signal
@@ -286,7 +285,3 @@ def rows(chaos: Chaos, others: dict[str, int]) -> Iterator[list[str]]:
         repair = chaos.repairs.get(name)
         seconds = [f"{median(repair):.0f} s", f"{max(repair):.0f} s"] if repair else ["", ""]
         yield [name, str(count), *seconds]
-
-
-def as_json(chaos: Chaos, others: dict[str, int], outcomes: dict[str, int], problems: list[str]) -> str:
-    return json.dumps({"faults": {**chaos.counts, **others}, "streams": outcomes, "problems": problems}, indent=1)

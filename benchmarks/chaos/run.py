@@ -67,7 +67,7 @@ os.environ.update(
 sys.path += [str(folder) for folder in Path(__file__).resolve().parents[1:3]]  # for tables, and tests
 
 import faulty
-from faults import FAULTS, Chaos, as_json, rows
+from faults import FAULTS, Chaos, rows
 from fleet import NodeFleet, make_adapters, tiny_model
 from streams import Clients, Habits, make_cases
 from tables import markdown
@@ -95,7 +95,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--late", type=float, default=0.02, help="share of transfer messages that are late")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a setting of the application")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="file for the figures")
     given = parser.parse_args()
     given.faults = [] if given.faults == "none" else given.faults.split(",")
     if unknown := set(given.faults) - {*FAULTS, *_OTHERS}:
@@ -203,7 +202,7 @@ def run(given: argparse.Namespace, folder: Path) -> bool:
         left = fleet.wait_until_idle()
     finally:
         leftovers = fleet.close()
-    return report(chaos, faulty.counts(counted), left, leftovers, seconds, given)
+    return report(chaos, faulty.counts(counted), left, leftovers, seconds)
 
 
 def questions(given: argparse.Namespace, folder: Path) -> tuple[Path, Sequence[Any]]:
@@ -228,9 +227,7 @@ def questions(given: argparse.Namespace, folder: Path) -> tuple[Path, Sequence[A
     return model, [*make_conversations(model, 120, given.seed), *make_picture_chats(model, 60, given.seed)]
 
 
-def report(
-    chaos: Chaos, inside: dict[str, int], left: dict[str, int], leftovers: list[str], seconds: float, given: Any
-) -> bool:
+def report(chaos: Chaos, inside: dict[str, int], left: dict[str, int], leftovers: list[str], seconds: float) -> bool:
     """Print the tables. Return whether anything went wrong."""
     clients = chaos.clients
     others = inside | {
@@ -249,8 +246,6 @@ def report(
     )
     for problem, count in collections.Counter(problems).most_common(20):
         print(count, problem[:300])
-    if given.json:
-        given.json.write_text(as_json(chaos, others, dict(clients.outcomes), problems))
     return bool(problems or any(left.values()) or leftovers)
 
 

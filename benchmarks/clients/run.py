@@ -93,7 +93,7 @@ async def run(script: Path, folder: Path, settings: Mapping[str, str], home: str
     return outcomes
 
 
-async def measure(folder: Path, names: Sequence[str], dump: Path | None) -> list[Outcome]:
+async def measure(folder: Path, names: Sequence[str]) -> list[Outcome]:
     """Serve both models, and run the clients one after the other."""
     model, port = ScriptedModel(), free_port()
     config = HttpConfig.model_validate({"api_keys": [KEY]})
@@ -109,8 +109,6 @@ async def measure(folder: Path, names: Sequence[str], dump: Path | None) -> list
             count = pictures.num_encoded()
     if count not in (0, len(IMAGES)):  # 0: no client that ran sends pictures
         outcomes.append(Outcome("all", "", "pictures are encoded once", f"{count} were encoded, not {len(IMAGES)}"))
-    if dump is not None:
-        dump.write_text("\n\n=====\n".join(model.prompts))
     await listener.close(5)
     return outcomes
 
@@ -128,13 +126,12 @@ def main() -> int:
     parser.add_argument("folder", type=Path, help="where the clients are installed")
     parser.add_argument("clients", nargs="*", help="names of clients, as in openai_python; default: all")
     parser.add_argument("--install", action="store_true", help="install the clients first")
-    parser.add_argument("--prompts", type=Path, help="write all prompts of the model to this file")
     options = parser.parse_args()
     folder = options.folder.absolute()
     if options.install:
         install(folder)
         return 0
-    outcomes = asyncio.run(measure(folder, options.clients, options.prompts))
+    outcomes = asyncio.run(measure(folder, options.clients))
     print(f"{today()}; {hardware()}\n")
     print(summary(outcomes))
     rows = [[each.client, each.version, each.case, _cell(each.failure)] for each in outcomes]

@@ -39,7 +39,7 @@ TEMPLATE = (
 
 
 class ScriptedModel(ScriptedDispatcher):
-    """A dispatcher that answers by the text of the prompt. `prompts`: all prompts so far, for debugging."""
+    """A dispatcher that answers by the text of the prompt."""
 
     def __init__(self) -> None:
         self._hf: PreTrainedTokenizerFast = byte_level()
@@ -49,11 +49,9 @@ class ScriptedModel(ScriptedDispatcher):
         super().__init__(ModelTokenizer(self._hf), CONTEXT)
         self._grammar_tokens = from_tokenizer(self._hf)
         self.script = self._play
-        self.prompts: list[str] = []
 
     def _play(self, submission: Submission) -> Iterable[TokenDelta | Exception | float]:
         prompt = self._hf.decode(submission.prompt_token_ids, skip_special_tokens=False)
-        self.prompts.append(prompt)
         if submission.sampling.pooling is not None:
             yield _embedding(submission)
             return

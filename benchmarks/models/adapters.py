@@ -54,9 +54,7 @@ class Round(NamedTuple):
     """Counts what the requests of one round got."""
 
     rate: float  # output tokens per second
-    cpu_rate: float  # output tokens per second of CPU time
     gaps: list[float]  # seconds
-    with_chunk: list[bool]  # of each gap: its step had a chunk
 
 
 def run_round(engine: Engine, adapters: Sequence[Adapter | None], *, streams: int, tokens: int, name: str) -> Round:
@@ -67,8 +65,8 @@ def run_round(engine: Engine, adapters: Sequence[Adapter | None], *, streams: in
         length = tokens // 2 + at * 13 % tokens + 1  # no two streams of a time end in the same step
         sampling = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
         waiting.append(Submission(f"{name}-{at}", prompt, sampling, is_promised=False, adapter=adapter))
-    last, found, num_live, num_tokens = {}, Round(0.0, 0.0, [], []), 0, 0
-    started, cpu = time.perf_counter(), time.process_time()
+    last, found, num_live, num_tokens = {}, Round(0.0, []), 0, 0
+    started = time.perf_counter()
     while waiting or num_live:
         while waiting and num_live < streams:
             engine.add(waiting.pop(0))
@@ -80,30 +78,26 @@ def run_round(engine: Engine, adapters: Sequence[Adapter | None], *, streams: in
             num_tokens += len(delta.token_ids)
             if delta.request_id in last:
                 found.gaps.append(now - last[delta.request_id])
-                found.with_chunk.append(step.batch.work.prefill_tokens > 0)
             last[delta.request_id] = now
             num_live -= delta.finish_reason is not None
-    rates = num_tokens / (time.perf_counter() - started), num_tokens / (time.process_time() - cpu)
-    return found._replace(rate=rates[0], cpu_rate=rates[1])
+    return found._replace(rate=num_tokens / (time.perf_counter() - started))
 
 
 def describe(name: str, rounds: Sequence[Round], base: Sequence[Round], promise: float) -> str:
     """Return the rates and gaps of a kind of rounds, and their ratios to those of the base model in the same turns."""
     gaps = np.array([gap for each in rounds for gap in each.gaps])
-    late, p99 = gaps > promise, [float(np.quantile(each.gaps, 0.99)) for each in rounds]
-    beside = sum(own for each in rounds for own, gap in zip(each.with_chunk, each.gaps, strict=True) if gap > promise)
+    p99 = [float(np.quantile(each.gaps, 0.99)) for each in rounds]
     pairs = list(zip(rounds, base, strict=True))
     ratios = {
         "tokens/s": [one.rate / other.rate for one, other in pairs],
-        "tokens/CPU s": [one.cpu_rate / other.cpu_rate for one, other in pairs],
         "gaps p99": [own / float(np.quantile(other.gaps, 0.99)) for own, (_, other) in zip(p99, pairs, strict=True)],
     }
     of_base = ", ".join(f"{what} {statistics.median(each):.2f}" for what, each in ratios.items())
     return (
         f"{name}: {', '.join(f'{each.rate:.0f}' for each in rounds)} tokens/s; gaps p50 {1e3 * np.median(gaps):.0f}, "
         f"p99 {1e3 * np.quantile(gaps, 0.99):.0f} ({', '.join(f'{1e3 * each:.0f}' for each in p99)}), "
-        f"longest {1e3 * gaps.max():.0f} ms; {late.mean():.1%} over {1e3 * promise:.0f} ms, {beside} of {late.sum()} "
-        f"beside a chunk; of base: {of_base}"
+        f"longest {1e3 * gaps.max():.0f} ms; {(gaps > promise).mean():.1%} over {1e3 * promise:.0f} ms; "
+        f"of base: {of_base}"
     )
 
 

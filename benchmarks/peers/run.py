@@ -110,10 +110,11 @@ def measure(spec: ServerSpec, workload: str, address: str, args: argparse.Namesp
 def measure_all(running: Sequence[Running], args: argparse.Namespace) -> list[Row]:
     """Return the figures of each server: workloads one after the other, each on all servers in turn. A server has none
     after one that fails or takes too long: its requests would disturb the next."""
-    rows: list[Row] = [dict.fromkeys(("failed", "refused", "others CPU %", "client CPU %"), 0.0) for _ in running]
+    rows: list[Row] = [{} for _ in running]
+    totals: list[Row] = [dict.fromkeys(("failed", "refused", "others CPU %", "client CPU %"), 0.0) for _ in running]
     left_out: set[str] = set()
     for workload in args.workloads:
-        for (spec, server), row in zip(running, rows, strict=True):
+        for (spec, server), row, total in zip(running, rows, totals, strict=True):
             if spec.label in left_out:
                 continue
             others = OtherLoad(server.processes)
@@ -126,11 +127,11 @@ def measure_all(running: Sequence[Running], args: argparse.Namespace) -> list[Ro
                 left_out.add(spec.label)
                 continue
             row |= figures(workload, result.summary)
-            row["failed"] += result.summary["requests_failed"]
-            row["refused"] += result.summary["requests_refused"]
-            row["others CPU %"] = max(row["others CPU %"], 100 * others.share())
-            row["client CPU %"] = max(row["client CPU %"], 100 * result.client_cpu_share)
-    return rows
+            total["failed"] += result.summary["requests_failed"]
+            total["refused"] += result.summary["requests_refused"]
+            total["others CPU %"] = max(total["others CPU %"], 100 * others.share())
+            total["client CPU %"] = max(total["client CPU %"], 100 * result.client_cpu_share)
+    return [row | total for row, total in zip(rows, totals, strict=True)]
 
 
 def figures(workload: str, summary: dict[str, Any]) -> Row:
