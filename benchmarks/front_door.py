@@ -30,6 +30,7 @@ from servers import (
     command_line,
     cpu_seconds,
     crossdock_command,
+    crossdock_server,
     log_of,
     serving,
 )
@@ -175,9 +176,7 @@ def main() -> None:
     parser.add_argument("--kinds", default="chat", help="kinds of requests: " + ",".join(KINDS))
     parser.add_argument("--tokens", type=int, default=40_000, help="tokens of a measurement")
     parser.add_argument("--requests", type=int, default=400, help="requests of one token")
-    parser.add_argument(
-        "--delays", type=int, default=128, help="answers whose delays are measured, by streams; 0: none"
-    )
+    parser.add_argument("--delays", type=int, default=128, help="answers whose delays are measured; 0: none")
     parser.add_argument("--delay-tokens", type=int, default=32, help="of each of these")
     parser.add_argument("--vllm", type=Path, help="an environment with vLLM, which is measured too")
     add_server_options(parser, "front-door", 8190)
@@ -197,13 +196,10 @@ def main() -> None:
             print(f"\n{name}; {hardware()}, {today()}\n")
             print(markdown([["requests", "", *PROCESSES, "other"], *rows]), flush=True)
         if args.delays:
-            command = crossdock_command(args, "--max-model-len", "2048", "--device", EMULATED)
-            with serving("emulated", command, args, log_of(args, "emulated")) as server:
+            with crossdock_server(args, "--max-model-len", "2048", "--device", EMULATED, name="emulated") as server:
                 rows = asyncio.run(measure_delays(server, "tiny", args))
             print(f"\nCrossdock, an emulated device, ms of the path, median / p99; {hardware()}, {today()}\n")
-            print(
-                markdown([["streams", "request to engine", "first token back", "last token back"], *rows]), flush=True
-            )
+            print(markdown([["streams", "request to engine", "first token back", "last token back"], *rows]))
 
 
 if __name__ == "__main__":

@@ -178,13 +178,9 @@ def main() -> None:
     measured = [measure(args) for _ in range(args.repeats)]
     start = medians([seconds for seconds, _ in measured])
     roles = {name: medians([found.get(name, {}) for _, found in measured]) for name in measured[0][1]}
-    text = "\n".join(
-        [
-            f"{today()}, {hardware()}; load {os.getloadavg()[0]:.1f}; {' '.join(sys.argv[1:])}\n",
-            table({name: {"s": seconds} for name, seconds in start.items()}, "start"),
-            table(roles, "PSS, anonymous, private: MiB"),
-        ]
-    )
+    text = f"{today()}, {hardware()}; load {os.getloadavg()[0]:.1f}; {' '.join(sys.argv[1:])}\n\n"
+    text += table({name: {"s": seconds} for name, seconds in start.items()}, "start")
+    text += "\n" + table(roles, "PSS, anonymous, private: MiB")
     write(args.output, text, {"start": start, "memory": roles, "all": measured})
 
 

@@ -15,29 +15,21 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests
 
 from PIL import Image
-from servers import ROOT, add_server_options, crossdock_command, log_of, serving
+from servers import ROOT, add_server_options, crossdock_server
 
 from crossdock.cluster.bench.run import BenchOptions, run_bench
 from crossdock.cluster.bench.workloads import Interference
-from crossdock.workers.model.weights.checkpoint import default_model_dir
 from tests.cluster.api.routes.browser import Browser
 
 LOAD_S = 18.0  # seconds of load before the first picture: more than the dashboard's window of 15 s
 SIZE = (1200, 760)  # pixels
 
 
-class Load(threading.Thread):
-    """Streams, and long prompts that arrive one after the other, until the last of them has ended."""
-
-    def __init__(self, address: str) -> None:
-        super().__init__(daemon=True)
-        plan = Interference(long_prompts=6, long_prompt_tokens=2048, interval=1.5, quiet=3.0)
-        self.options = BenchOptions(
-            url=address, workload="interference", interference=plan, output_tokens=4000, streams=4
-        )
-
-    def run(self) -> None:
-        asyncio.run(run_bench(self.options))
+def load(address: str) -> None:
+    """Stream, while long prompts arrive one after the other, until the last of them has ended."""
+    plan = Interference(long_prompts=6, long_prompt_tokens=2048, interval=1.5, quiet=3.0)
+    sizes = {"output_tokens": 4000, "streams": 4}
+    asyncio.run(run_bench(BenchOptions(url=address, workload="interference", interference=plan, **sizes)))
 
 
 def take(browser: Browser, url: str, path: Path) -> None:
@@ -52,18 +44,13 @@ def take(browser: Browser, url: str, path: Path) -> None:
     print(path, f"{path.stat().st_size / 1024:.0f} KiB", flush=True)
 
 
-def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.set_defaults(model=default_model_dir())
-    add_server_options(parser, "screenshots", 8423)
-    return parser.parse_args()
-
-
 def main() -> None:
-    args = parse_args()
-    with serving("crossdock", crossdock_command(args), args, log_of(args, "server")) as server:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add_server_options(parser, "screenshots", 8423)
+    args = parser.parse_args()
+    with crossdock_server(args) as server:
         url = f"{server.address}/dashboard"
-        Load(server.address).start()
+        threading.Thread(target=load, args=(server.address,), daemon=True).start()
         time.sleep(LOAD_S)
         browser = Browser()
         try:

@@ -9,7 +9,7 @@ import sys
 import time
 import uuid
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -41,9 +41,9 @@ def add_server_options(parser: argparse.ArgumentParser, name: str, port: int) ->
 
 
 def crossdock_command(args: argparse.Namespace, *flags: str) -> list[str]:
-    """Return the command that serves `args.model` with these flags."""
+    """Return the command that serves `args.model`, or the embedded model, with these flags."""
     crossdock = str(Path(sys.executable).with_name("crossdock"))
-    model = [str(args.model)] if args.model else []  # none: the embedded one
+    model = [str(args.model)] if "model" in args and args.model else []  # none: the embedded one
     return [crossdock, "serve", *model, "--port", str(args.port), *flags, *args.crossdock_option]
 
 
@@ -102,6 +102,13 @@ def serving(
     finally:
         end(process, mark)
         signal.signal(signal.SIGTERM, handler)
+
+
+def crossdock_server(
+    args: argparse.Namespace, *flags: str, name: str = "crossdock", key: str = "none"
+) -> AbstractContextManager[RunningServer]:
+    """Serve `args.model`, or the embedded model, with these flags. `name`: of the log."""
+    return serving(name, crossdock_command(args, *flags), args, log_of(args, name), key=key)
 
 
 def launch(command: Sequence[str], log: Path, mark: str) -> "subprocess.Popen[bytes]":
@@ -184,7 +191,7 @@ def processes_of(session: int, mark: str) -> set[int]:
 def command_line(pid: int) -> str:
     """Return the words of a process, or the title that it has set; an empty text where the process has ended."""
     try:
-        return " ".join(psutil.Process(pid).cmdline())
+        return " ".join(psutil.Process(pid).cmdline()).strip()
     except psutil.Error:
         return ""
 

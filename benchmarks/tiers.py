@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from servers import RunningServer, add_server_options, crossdock_command, log_of, serving
+from servers import RunningServer, add_server_options, crossdock_server
 
 from crossdock.workers.model.weights.checkpoint import default_model_dir
 
@@ -52,12 +52,12 @@ def measure(args: argparse.Namespace, folder: Path) -> int:
     """Return 0 where a restarted server answers with the same token within a third of the seconds of computing."""
     rng = random.Random(0)
     prompts = [[rng.randrange(100, 40_000) for _ in range(args.tokens)] for _ in range(2)]
-    command, log = crossdock_command(args, "--kv-cache-files", f"{folder},4GiB"), log_of(args, "server")
-    with serving("crossdock", command, args, log) as server:
+    flags = "--kv-cache-files", f"{folder},4GiB"
+    with crossdock_server(args, *flags) as server:
         computed = ask(server, prompts[0])
         wait_for_files(folder, args.tokens // 16 - 1)
         kill(server)
-    with serving("crossdock", command, args, log) as server:
+    with crossdock_server(args, *flags) as server:
         loaded, other = ask(server, prompts[0]), ask(server, prompts[1])
         kill(server)
     for name, answer in (("computed", computed), ("loaded", loaded), ("another, computed", other)):

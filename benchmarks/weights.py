@@ -71,9 +71,8 @@ def main() -> None:
     store = dist.TCPStore("127.0.0.1", port, 2, is_master=True, wait_for_workers=False)  # type: ignore[attr-defined]
     group: Any = dist.ProcessGroupGloo(store, 0, 2, timedelta(minutes=5))
     join.join()
-    found: dict[str, list[tuple[float, float, float]]] = defaultdict(
-        list
-    )  # seconds, CPU seconds, seconds between steps
+    # Seconds, CPU seconds, and seconds between two steps.
+    found: dict[str, list[tuple[float, float, float]]] = defaultdict(list)
     for _ in range(args.repeats):
         for name, read in (("folder", from_folder), ("objects", from_objects), ("gloo", from_group)):
             began, began_cpu = time.perf_counter(), time.process_time()

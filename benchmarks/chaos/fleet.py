@@ -24,8 +24,8 @@ from streams import MAX_MODEL_LEN, POISON, VOCABULARY
 
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import load
+from crossdock.cluster.watch.scrape import Scrape
 from crossdock.workers.model.weights.checkpoint import default_model_dir
-from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.schedule.submission import Adapter
 
 APP = "crossdock"
@@ -125,13 +125,12 @@ class NodeFleet:
             "http.direct": True,
             "http.drain_timeout_s": 20,
             "engine.max_num_batched_tokens": budget,
+            "engine.fault_token_ids": list(POISON),
             "transfer.host": "127.0.0.1",
             "transfer.deadline_s": 4,
             "transfer.grace_s": 0.2,
             "pools": pools,
         }
-        if "fault_token_ids" in EngineConfig.model_fields:
-            given["engine.fault_token_ids"] = list(POISON)
         return load(None, given | self.settings)
 
     def deploy(self, budget: int) -> None:
@@ -238,8 +237,7 @@ class NodeFleet:
             text = httpx.get(f"{self.url}/metrics", timeout=30).text
         except httpx.HTTPError:
             return -1
-        lines = [line for line in text.splitlines() if line.startswith("crossdock_ingress_requests{")]
-        return int(sum(float(line.rpartition(" ")[2]) for line in lines))
+        return int(Scrape.parse(text, 0.0).total("crossdock_ingress_requests") or 0)
 
     def close(self) -> list[str]:
         """End everything. Return what is left: processes, a listening port, files in /dev/shm."""

@@ -2,9 +2,7 @@
 
 import asyncio
 import random
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from conversations import answers_of
 from streams import Case, with_answers
@@ -13,17 +11,10 @@ from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.serve.media import open_media
 from tests.cluster.api.media.picture_models import picture
-from tests.cluster.serve.pools.picture_server import SIDE, picture_chat, save_picture_model
+from tests.cluster.serve.pools.picture_server import SIDE, picture_chat
 
 _SIZES = (16, 48, SIDE)  # pixels
 _OUTPUTS = (8, 16, 24)
-
-
-def picture_model(folder: Path, prepare: Callable[[Any], None] | None = None) -> Path:
-    """Make a model in a folder that reads pictures. `prepare` changes its tokenizer."""
-    folder.mkdir(parents=True)
-    save_picture_model(folder, prepare)
-    return folder
 
 
 def make_picture_chats(model: Path, count: int, seed: int) -> list[Case]:

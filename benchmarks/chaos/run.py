@@ -24,16 +24,10 @@ streams, and what is left at the end; exits with 1 if anything is wrong.
 | tiers | files of pages that are changed, cut or removed; host memory and files below pools that are small |
 
 `--requests agents` streams the turns of agents, which repeat the turns before: pages are loaded from tiers, and fetched
-from other replicas.
-
-`--requests conversations` streams chats (with `n`), responses and messages instead: with reasoning, tool calls and
-grammars. What the deltas of each add up to must be what an undisturbed engine wrote: content, reasoning, names and
-arguments of calls, with ids that do not change within the stream.
-
-`--emulated h100-8b*4 --prefill 12 --decode 20` disturbs a fleet of emulated devices, as large as memory allows.
-
-`--requests pictures` streams chats with pictures; `--requests mixed` streams conversations and chats with
-pictures, both from one model.
+from other replicas. `conversations`: chats (with `n`), responses and messages, with reasoning, tool calls and grammars.
+What the deltas of each add up to must be what an undisturbed engine wrote, with ids that do not change within the
+stream. `pictures`: chats with pictures; `mixed`: both. `--emulated h100-8b*4 --prefill 12 --decode 20` disturbs a fleet
+of emulated devices, as large as memory allows.
 
 Overload is a matter of settings: `--clients 48 --set engine.kv_cache_memory=768KiB` fills both pools, and with
 `--set engine.admission=reject` and short promises requests are refused.
@@ -215,16 +209,18 @@ def questions(given: argparse.Namespace, folder: Path) -> tuple[Path, Sequence[A
         return model, make_cases(model, 400, given.seed, are_turns=turns, emulated=given.emulated, adapters=adapters)
     # Late: they import the tests' small models.
     from conversations import agent_tokenizer, make_agent, make_conversations
-    from picture_chats import make_picture_chats, picture_model
+    from picture_chats import make_picture_chats
+
+    from tests.cluster.serve.pools.picture_server import save_picture_model
 
     if given.requests == "conversations":
         model = tiny_model(folder, agent_tokenizer())
         return model, make_conversations(model, 120, given.seed)
-    if given.requests == "pictures":
-        model = picture_model(folder)
-        return model, make_picture_chats(model, 60, given.seed)
-    model = picture_model(folder, make_agent)
-    return model, [*make_conversations(model, 120, given.seed), *make_picture_chats(model, 60, given.seed)]
+    is_mixed = given.requests == "mixed"
+    folder.mkdir(parents=True)
+    save_picture_model(folder, make_agent if is_mixed else None)
+    conversations = make_conversations(folder, 120, given.seed) if is_mixed else []
+    return folder, [*conversations, *make_picture_chats(folder, 60, given.seed)]
 
 
 def report(chaos: Chaos, inside: dict[str, int], left: dict[str, int], leftovers: list[str], seconds: float) -> bool:

@@ -27,7 +27,7 @@ import httpx
 import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for servers
-from servers import RunningServer, add_server_options, crossdock_command, log_of, memory_mib, serving
+from servers import RunningServer, add_server_options, command_line, crossdock_server, memory_mib
 
 from crossdock.workers.model.weights.checkpoint import default_model_dir
 
@@ -57,7 +57,7 @@ def processes_now(server: RunningServer) -> list[psutil.Process]:
 
 
 def replicas_of(server: RunningServer) -> list[psutil.Process]:
-    return [each for each in processes_now(server) if each.cmdline()[:1] == [REPLICA]]
+    return [each for each in processes_now(server) if command_line(each.pid) == REPLICA]
 
 
 def memory_of(server: RunningServer) -> str:
@@ -155,8 +155,7 @@ def main() -> None:
         write_checkpoints(Path(folder), default_model_dir(), args.layers)
         args.model = Path(folder, "0")
         flags = ["--pools", "mixed=2", "--max-model-len", "1024", "--batch-invariant", "--enable-rollouts"]
-        command = crossdock_command(args, *flags, "--weights-folder", folder)
-        with serving("crossdock", command, args, log_of(args, "crossdock")) as server:
+        with crossdock_server(args, *flags, "--weights-folder", folder) as server:
             asyncio.run(update(server, args.updates, args.kills))
 
 

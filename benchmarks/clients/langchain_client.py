@@ -61,16 +61,11 @@ def add_cases(name: str, new: Any, wrong_key: type[Exception], bad: type[Excepti
         equal("".join(chunk.text for chunk in new().stream("Hi")), STORY)
 
     @case(f"{name}: agent, two parallel calls")
-    def tools() -> None:
-        agent = create_agent(new(), tools=[get_weather])
-        found = agent.invoke({"messages": ASKS})
-        equal(found["messages"][-1].text, FOUND_BOTH)
+    def tools(**more: Any) -> None:
+        agent = create_agent(new(**more), tools=[get_weather])
+        equal(agent.invoke({"messages": ASKS})["messages"][-1].text, FOUND_BOTH)
 
-    @case(f"{name}: the same, streamed")
-    def streamed_tools() -> None:
-        agent = create_agent(new(streaming=True), tools=[get_weather])
-        found = agent.invoke({"messages": ASKS})
-        equal(found["messages"][-1].text, FOUND_BOTH)
+    case(f"{name}: the same, streamed")(partial(tools, streaming=True))
 
     @case(f"{name}: structured output, both ways")
     def structured() -> None:

@@ -62,15 +62,11 @@ def main() -> None:
         answer_rows(given.url, given.rows)
         return
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from servers import add_server_options, crossdock_command, log_of, serving
-
-    from crossdock.workers.model.weights.checkpoint import default_model_dir
+    from servers import add_server_options, crossdock_server
 
     add_server_options(parser, "ray-data", 31960)
     args = parser.parse_args()
-    args.model = default_model_dir()
-    command = crossdock_command(args, "--dtype", "float32", "--max-model-len", "1024")
-    with serving("crossdock", command, args, log_of(args, "crossdock")) as server:
+    with crossdock_server(args, "--dtype", "float32", "--max-model-len", "1024") as server:
         stage = [args.venv / "bin" / "python", __file__, "--url", server.address, "--rows", str(args.rows)]
         subprocess.run(stage, check=True)
 

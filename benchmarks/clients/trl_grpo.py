@@ -144,7 +144,7 @@ def main() -> None:
         train(given.model, given.url, given.steps, free_port())
         return
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from servers import add_server_options, crossdock_command, log_of, serving
+    from servers import add_server_options, crossdock_server
 
     from crossdock.workers.model.weights.checkpoint import default_model_dir
 
@@ -153,8 +153,7 @@ def main() -> None:
     args.model = default_model_dir()
     flags = ["--pools", "mixed=2", "--max-model-len", "1024", "--enable-rollouts", "--dtype", "float32"]
     exact = ["--cpu-kernels", "torch", "--logprobs-mode", "processed_logprobs"]  # others keep what bfloat16 holds
-    command = crossdock_command(args, *flags, *exact)
-    with serving("crossdock", command, args, log_of(args, "crossdock")) as server:
+    with crossdock_server(args, *flags, *exact) as server:
         trainer = [args.trl / "bin" / "python", __file__, "--url", server.address, "--model", str(args.model)]
         subprocess.run([*trainer, "--steps", str(args.steps)], check=True)
 

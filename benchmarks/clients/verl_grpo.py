@@ -173,7 +173,7 @@ def main() -> None:
         asyncio.run(train(given.model, given.url, given.steps, given.victim))
         return
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from servers import add_server_options, crossdock_command, end, launch, log_of, processes_of, serving
+    from servers import add_server_options, crossdock_server, end, launch, log_of, processes_of
 
     from crossdock.workers.model.weights.checkpoint import default_model_dir
 
@@ -189,8 +189,7 @@ def main() -> None:
     try:
         flags = ["--pools", "mixed=2", "--max-model-len", "1024", "--enable-rollouts"]
         exact = ["--batch-invariant"] if args.interrupt else ["--dtype", "float32", "--cpu-kernels", "torch"]
-        command = crossdock_command(args, *flags, *exact, "--logprobs-mode", "processed_logprobs")
-        with serving("crossdock", command, args, log_of(args, "crossdock")) as server:
+        with crossdock_server(args, *flags, *exact, "--logprobs-mode", "processed_logprobs") as server:
             trainer = [args.verl / "bin" / "python", __file__, "--url", server.address, "--model", str(args.model)]
             if args.interrupt:
                 names = {pid: psutil.Process(pid).cmdline()[:1] for pid in processes_of(process.pid, mark)}

@@ -200,7 +200,7 @@ def _gaps(bench: Bench, engines: Engines, settings: dict[str, Any]) -> Figures:
     while len(last) < sizes.streams:
         last |= {delta.request_id: engine.clock() for delta in engine.step().deltas}
 
-    def run(is_loaded: bool, length: float) -> tuple[list[float], int, int]:
+    def run(is_loaded: bool, length: float) -> tuple[list[float], int]:
         found, num_tokens, num_prompts, waiting = [], 0, 0, ""
         last.clear()
         until = engine.clock() + length
@@ -218,11 +218,11 @@ def _gaps(bench: Bench, engines: Engines, settings: dict[str, Any]) -> Figures:
                     if delta.request_id in last:
                         found.append(now - last[delta.request_id])
                     last[delta.request_id] = now
-        return sorted(found), num_tokens, num_prompts
+        return sorted(found), num_tokens
 
     found: Figures = {}
     for name, is_loaded, length in (("quiet", False, sizes.gap_seconds / 4), ("loaded", True, sizes.gap_seconds)):
-        gaps, num_tokens, _ = run(is_loaded, length)
+        gaps, num_tokens = run(is_loaded, length)
         found |= {f"{name}_p50_ms": gaps[len(gaps) // 2] * 1e3, f"{name}_p99_ms": gaps[len(gaps) * 99 // 100] * 1e3}
     engine.fail_all("measured")
     if not num_tokens:

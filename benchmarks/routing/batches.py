@@ -22,9 +22,7 @@ import httpx
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for servers
-from servers import add_server_options, crossdock_command, log_of, serving
-
-from crossdock.workers.model.weights.checkpoint import default_model_dir
+from servers import add_server_options, crossdock_server
 
 OUTPUT, STREAMS = 24, 4  # tokens of a line, streams
 TEXT = "Name a river, a city and a colour. Question number {}."
@@ -112,11 +110,11 @@ def main() -> None:
     parser.add_argument("--class", dest="slo_class", default="interactive", help="of the streams")
     add_server_options(parser, "batches", 31990)
     args = parser.parse_args()
-    args.model = default_model_dir()
-    with tempfile.TemporaryDirectory() as folder:
-        command = crossdock_command(args, "--batch-folder", folder, "--max-model-len", "2048")
-        with serving("crossdock", command, args, log_of(args, "crossdock")) as server:
-            asyncio.run(measure(server.address, args.lines, args.alone, args.slo_class))
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        crossdock_server(args, "--batch-folder", folder, "--max-model-len", "2048") as server,
+    ):
+        asyncio.run(measure(server.address, args.lines, args.alone, args.slo_class))
 
 
 if __name__ == "__main__":

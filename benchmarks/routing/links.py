@@ -23,7 +23,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for servers and tables
 
 import numpy as np
-from servers import add_server_options, crossdock_command, log_of, serving
+from servers import add_server_options, crossdock_server, log_of
 from tables import Row, cell, hardware, markdown, today, write
 
 from crossdock.cluster.bench.metrics import DEFAULT_TARGETS, Sample, Targets, by_class, gaps_within, spread_ms
@@ -31,7 +31,6 @@ from crossdock.cluster.bench.mix import Mix
 from crossdock.cluster.bench.run import BenchOptions, bench_jobs, run_bench
 from crossdock.cluster.simulate.fleet import describe
 from crossdock.cluster.simulate.simulation import Simulation
-from crossdock.workers.model.weights.checkpoint import default_model_dir
 from crossdock.workers.report.presets import preset
 from crossdock.workers.report.profile import SchedulingProfile
 
@@ -70,7 +69,7 @@ def live(fleet: str, shipping: str, profile: SchedulingProfile, args: argparse.N
     file.write_text(profile.model_dump_json())
     pools = ",".join(f"{pool}={count}" for pool, count in FLEETS[fleet].items())
     flags = ["--pools", pools, "--device", f"emulated:{file}*{args.slow:g}", "--set", f"router.shipping={shipping}"]
-    with serving(name, crossdock_command(args, *flags), args, log_of(args, name)):
+    with crossdock_server(args, *flags, name=name):
         result = asyncio.run(run_bench(load(args, args.slow)))
     row = figures(result.samples, args.duration, args.slow)
     print(name, row, flush=True)  # a long run may end before its table
@@ -125,7 +124,6 @@ def parse_args() -> argparse.Namespace:
 
 def main() -> None:
     args = parse_args()
-    args.model = default_model_dir()
     kinds = {"simulated": simulated} if args.simulate_alone else {"live": live, "simulated": simulated}
     device, rows = preset(args.profile), dict[tuple[str, str], Row]()
     for shipping in args.shipping:

@@ -172,9 +172,6 @@ def main() -> None:
             roles, cached = KINDS[kind]
             row = decisions(num_replicas, roles, "seconds", args.count, cached)
             print(f"| {num_replicas:,} {kind} | seconds | {row} |", flush=True)
-    for policy in ("least-requests", "block-cost"):
-        row = decisions(max(args.replicas), ("mixed",), policy, args.count // 10, "")
-        print(f"| {max(args.replicas):,} mixed | {policy} | {row} |", flush=True)
     print("\n| waiting | streams | live profile, p50 / p99 | size |\n|---|---|---|---|")
     for waiting, running in ((0, 1), (8, 64), (200, 200)):
         print(f"| {waiting} | {running} | {advertising(waiting, running)} |", flush=True)

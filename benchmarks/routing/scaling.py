@@ -29,7 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for servers and tables
 
 import httpx
-from servers import add_server_options, crossdock_command, log_of, serving
+from servers import add_server_options, crossdock_server, log_of
 from tables import Row, hardware, markdown, quantiles, table, today, write
 
 from crossdock.cluster.bench.metrics import Sample, Targets, by_class, spread_ms
@@ -257,7 +257,7 @@ def day_table(days: Mapping[str, tuple[Sequence[Life], Sequence[dict[str, Any]]]
 
 def run(args: argparse.Namespace, trace: Path, load: Sequence[Phase]) -> tuple[str, dict[str, Any]]:
     """Measure the day, live and simulated. Return the tables and the figures."""
-    with serving("day", crossdock_command(args, *server_flags()), args, log_of(args, "day")) as server:
+    with crossdock_server(args, *server_flags()) as server:
         warm = BenchOptions(
             url=server.address, workload="chat", duration=args.warmup, concurrency=4, service_tier=CLASS
         )

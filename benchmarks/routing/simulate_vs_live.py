@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for servers and 
 
 import httpx
 from scaling import spread_of_steps
-from servers import add_server_options, crossdock_command, log_of, serving
+from servers import add_server_options, crossdock_server
 from tables import Row, hardware, markdown, quantiles, today, write
 
 from crossdock.cluster.bench.metrics import Sample, by_class, spread_ms
@@ -126,8 +126,7 @@ def parse_args() -> argparse.Namespace:
 def main() -> None:
     args = parse_args()
     args.model = args.model or default_model_dir()
-    command = crossdock_command(args, "--set", f"http.replicas={args.ingresses}")
-    with serving("crossdock", command, args, log_of(args, "crossdock")) as server:
+    with crossdock_server(args, "--set", f"http.replicas={args.ingresses}") as server:
         options = load(server.address, args)
         asyncio.run(run_bench(replace(options, duration=args.warmup, seed=args.seed + 1000)))
         fleet = advertised(server.address, args.ingresses)

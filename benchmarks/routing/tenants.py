@@ -8,8 +8,7 @@ alone, alone at half the speed, beside `flood`, which sends twenty times as much
 """
 
 import argparse
-import json
-import subprocess
+import asyncio
 import sys
 import tempfile
 from pathlib import Path
@@ -18,9 +17,9 @@ from typing import Any
 import yaml
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for servers
-from servers import add_server_options, crossdock_command, log_of, serving
+from servers import add_server_options, crossdock_server
 
-from crossdock.workers.model.weights.checkpoint import default_model_dir
+from crossdock.cluster.bench.run import BenchOptions, run_bench
 
 OWN, FLOOD = "own", "flood"  # also their API keys
 CASES = (  # name, device, other flags, tenants
@@ -32,17 +31,15 @@ CASES = (  # name, device, other flags, tenants
 
 
 def measure(args: argparse.Namespace, device: str, flags: tuple[str, ...], tenants: str, folder: Path) -> Any:
-    """Return the figures of `own` in the report of `crossdock bench`."""
-    config, report = folder / "config.yaml", folder / "report.json"
+    """Return the figures of `own`."""
+    config = folder / "config.yaml"
     keys: list[Any] = [{"key": name, "name": name} for name in (OWN, FLOOD)]
     config.write_text(yaml.safe_dump({"http": {"api_keys": [*keys, "any"]}}))
     own = ["--config", str(config), "--device", f"emulated:{device}", *flags]
-    with serving("crossdock", crossdock_command(args, *own), args, log_of(args, device), key="any") as server:
-        load = f"-w chat --prompt-tokens 600 --output-tokens 60 --request-rate 0.5 --duration {args.duration}"
-        crossdock = str(Path(sys.executable).with_name("crossdock"))
-        bench = [crossdock, "bench", server.address, *load.split(), "--tenants", tenants]
-        subprocess.run([*bench, "--json", str(report)], check=True, stdout=subprocess.DEVNULL)
-    return json.loads(report.read_text())["summary"]["tenants"][OWN]
+    with crossdock_server(args, *own, key="any") as server:
+        size = {"prompt_tokens": 600, "output_tokens": 60, "request_rate": 0.5, "duration": args.duration}
+        options = BenchOptions(url=server.address, workload="chat", tenants=tenants, **size)
+        return asyncio.run(run_bench(options)).summary["tenants"][OWN]
 
 
 def main() -> None:
@@ -50,7 +47,6 @@ def main() -> None:
     parser.add_argument("--duration", type=float, default=30.0, help="seconds in which requests are started")
     add_server_options(parser, "tenants", 31991)
     args = parser.parse_args()
-    args.model = default_model_dir()
     with tempfile.TemporaryDirectory() as folder:
         for name, *case in CASES:
             found = measure(args, *case, Path(folder))
