@@ -51,7 +51,7 @@ def median_step(model: str | None, streams: int, tokens: int, num_steps: int, sa
     seconds = list[float]()
     for name in names:
         prompt = [(int(name) * 131 + position * 7) % 40_000 + 100 for position in range(tokens)]
-        engine.add(Submission(name, prompt, params, cache_salt="" if streams else f"{salt}/{name}"))
+        engine.add(Submission(name, prompt, params, cache_salt="" if streams else f"{salt}/{tokens}/{name}"))
         if not streams:
             seconds.append(engine.step().seconds)
     waiting = set(names if streams else ())
