@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import product
 from math import inf
 from statistics import fmean
 from typing import ClassVar, NamedTuple
@@ -182,6 +183,21 @@ def play(
     return times, list(decisions.values())
 
 
+def pulls(names: Sequence[str], lengths: Sequence[int]) -> Table:
+    """Return a table: the seconds to the first token of a prompt whose prefix another replica has."""
+    out = Table("profile", "tokens", "there, ms", "computed, ms", "fetched, ms", "fetched, predicted")
+    ForkingFleet.knows_all = True
+    for name, tokens in product(names, lengths):
+        profile = preset(name).model_copy(update={"max_model_len": tokens + 1000})
+        fleet = describe({"pools": [{"name": "mixed", "replicas": 2, "profile": profile}]})
+        jobs = [Job((Segment("document", tokens), Segment(str(i), 16)), 8, due=60.0 * i) for i in range(2)]
+        run_forking(fleet, jobs, 70.0, {"1": (decision := Decision(0, 1))})
+        there, computed, fetched = decision.others.values()
+        seconds = there.true, computed.true, fetched.true, fetched.predicted
+        out.add_row(name, str(tokens), *(f"{1000 * each:.0f}" for each in seconds))
+    return out
+
+
 def main() -> int:
     """Print a table, and the worst decisions."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -193,7 +209,13 @@ def main() -> int:
     parser.add_argument("--pages", type=int, default=1500, help="of each replica (default: %(default)s)")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="joined by commas (default: %(default)s)")
     parser.add_argument("--known", action="store_true", help="refuse later requests while the choices are compared")
+    parser.add_argument(
+        "--pull", help="profiles: only print whether they compute or fetch 2k, 8k and 48k tokens sooner"
+    )
     args = parser.parse_args()
+    if args.pull:
+        Console().print(pulls(args.pull.split(","), (2000, 8000, 48_000)))
+        return 0
     ForkingFleet.knows_all = args.known
     columns = ("workload", "TTFT mean, ms", "regret mean, ms", "share, %", "worst, ms", "alone, %")
     out, worst, console = Table(*columns), 0.0, Console()
