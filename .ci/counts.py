@@ -15,9 +15,9 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 70_113,
-    "lines of tests": 67_344,
-    "lines of benchmarks": 12_699,
+    "lines of code": 69_530,
+    "lines of tests": 66_855,
+    "lines of benchmarks": 10_971,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
     "lines of the longest class": 350,
