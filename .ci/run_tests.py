@@ -220,9 +220,11 @@ class Run:
         # Python's own helpers of multiprocessing end once they see that their parent has ended, a moment later.
         _, left = psutil.wait_procs(started, timeout=patience_s)
         left = [child for child in left if _alive(child)]
-        for child in left + forking:
+        helper = resource_tracker._resource_tracker
+        for child in [*left, *(each for each in forking if each.pid != helper._pid)]:
             child.kill()
         psutil.wait_procs(left, timeout=5)
+        helper._stop()  # type: ignore[attr-defined]  # it removes the semaphores of processes that ended at once
         self._folder.cleanup()
         util._run_finalizers()  # of multiprocessing: its own temporary folder
         return [described[child.pid] for child in left]
