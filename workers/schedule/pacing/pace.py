@@ -24,7 +24,7 @@ LENT_KNEE = 5.0
 
 Where decodes alone take much of a promise, what is left is so short that a prompt gets many small chunks, each of which
 reads the weights and the context again, in the time of the streams. With 5, up to four fifths of a step are the
-prompt's. Without it, with 4 and 5: TTFT p50 of agents 181, 142 and 121 ms, TPOT 50, 44 and 40 ms (docs/serving.md).
+prompt's. Without it and with 4: TTFT p50 of agents 181 and 142 ms, TPOT 50 and 44 ms (RESULTS.md).
 Where decodes take less than a fifth of a promise, nothing is lent.
 """
 
