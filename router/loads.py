@@ -20,7 +20,7 @@ from crossdock.workers.report.advertise import LENGTHS, MOST_ENDS, LiveProfile
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.cost.formula import Floats, StepCosts
-from crossdock.workers.schedule.pacing.chunk_policies import meaning_of
+from crossdock.workers.schedule.pacing.chunk_policies import Lent, meaning_of
 from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE, free_tokens
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.slo import SloClass
@@ -64,6 +64,8 @@ class ReplicaFigures(Generic[Costs, One, Each]):
     first_booked: One  # seconds from its last report until the first prompt was booked that no report includes
     step_streams: One  # that decode in a step, with the streams of now
     min_chunk: One  # tokens of a prompt that a step holds, at least
+    lent_share: One  # of a prompt's pace on an idle replica, while streams lend: see `Lent`
+    lent_seconds: One  # by which prompts end sooner, at most, because streams lend
     recent_excess_share: One  # share of its time that streams took recently, beyond the share they take now
     gap: One  # seconds between the tokens of a stream, with the streams of now and no prompt
     future_gap: One  # the same with the streams of the future, and a place in a step for one more
@@ -190,7 +192,7 @@ def blank(num_slots: int, num_classes: int) -> Loads:
     groups, ends = np.zeros((2, 2, num_classes, NUM_GROUPS, num_slots)), np.zeros((2, MOST_ENDS, num_slots))
     loads = _of(columns, groups, ends)
     divisors = (loads.page_size, loads.bytes_per_second, loads.prefill_share, loads.own_prefill_share)
-    for divisor in (*divisors, loads.interval_share, loads.depth):
+    for divisor in (*divisors, loads.lent_share, loads.interval_share, loads.depth):
         divisor[:] = 1.0
     loads.max_step_tokens[:] = loads.max_prompt_now[:] = loads.taken_at[:] = _NO_LIMIT
     return loads
@@ -254,6 +256,8 @@ def row(
         first_booked=min([each.at for each in booked], default=reported_at) - reported_at,
         step_streams=pace.step.decodes,
         min_chunk=pace.min_chunk,
+        lent_share=pace.lent.share,
+        lent_seconds=pace.lent.seconds,
         recent_excess_share=max(live.stream_share - (1 - shares[0]), 0.0),
         gap=gap,
         future_gap=future_gap,
@@ -352,6 +356,7 @@ class _Pace(NamedTuple):
     step: StepWork  # of the streams, without chunks
     gap: float
     shares: Sequence[float]  # by priority: `Work.prefill_shares`
+    lent: Lent
     min_chunk: float
     chunk_s: float  # seconds that chunks take in a step beside the streams, at most
     lateness: float
@@ -376,7 +381,7 @@ class KeptPace:
         """Return the pace with the streams of `work`."""
         key = id(profile), id(live), id(classes), work.context, work.adapters, *work.streams, *work.joining
         if self._kept is None or key != self._key[:-1]:
-            self._kept = _pace(work, cost, profile, interval_share, live.gap_share, classes)
+            self._kept = _pace(work, cost, profile, interval_share, live, classes)
             self._key = *key, (profile, live, classes)  # the last: so that no other object gets their ids
         return self._kept
 
@@ -386,23 +391,23 @@ def _pace(
     cost: StepCost,
     profile: SchedulingProfile,
     interval_share: float,
-    gap_share: float,
+    live: LiveProfile,
     classes: Sequence[SloClass],
 ) -> _Pace:
-    """Return the pace with the streams of `work`. `gap_share`: see `LiveProfile`."""
+    """Return the pace with the streams of `work`."""
     num_streams = sum(work.streams)
     num_steps, per_step = _steps_between_tokens(num_streams, profile.pipeline_parallel_size, interval_share)
     step = StepWork.of_streams(num_streams, work.context, work.adapters, num_steps)
     alone = cost.seconds(step)
-    gap = alone * per_step * gap_share
-    shares = work.prefill_shares(profile, cost, interval_share, classes)
+    gap = alone * per_step * live.gap_share
+    shares, lent = work.prefill_shares(profile, cost, interval_share, classes, live.lead_s)
     min_chunk, share = max(profile.max_num_batched_tokens - num_streams, 1.0), shares[0]
     most = profile.max_num_batched_tokens * cost.per_prefill_token
     if not meaning_of(profile.chunk_policy).fits_streams:
-        return _Pace(step, gap, shares, min_chunk, most, lateness(gap, work.streams, classes))
+        return _Pace(step, gap, shares, lent, min_chunk, most, lateness(gap, work.streams, classes))
     min_chunk = min(free_tokens(cost, step, 0, profile.min_chunk_tokens, alone=alone), min_chunk)
     chunk_s = max(gap * share / (1 - share), min_chunk * cost.per_prefill_token) if share < 1 else most
-    return _Pace(step, gap, shares, min_chunk, min(chunk_s, most), lateness(gap, work.streams, classes))
+    return _Pace(step, gap, shares, lent, min_chunk, min(chunk_s, most), lateness(gap, work.streams, classes))
 
 
 class _Future(NamedTuple):

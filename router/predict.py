@@ -21,6 +21,7 @@ from crossdock.router.loads import ReplicaFigures, Slots
 from crossdock.router.work import EXPECTED_OUTPUT_TOKENS
 from crossdock.workers.report.advertise import MEMORY_S, MOST_ENDS
 from crossdock.workers.schedule.cost.formula import Figure, Floats
+from crossdock.workers.schedule.pacing.chunk_policies import pace_beside
 from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE
 from crossdock.workers.schedule.slo import SloClass
 
@@ -139,13 +140,15 @@ def predict_prompt(
     # streams will run meanwhile as did recently.
     excess = loads.recent_excess_share * np.exp(age / -MEMORY_S) * (behind / (behind + RECENT_SHARE_BACKLOG_S))
     share = larger(loads.own_prefill_share[priority] - excess, LEAST_SHARE)
-    ttft = larger(larger(ahead / share, loads.step_left), room_wait) + own / share + drain
+    lent = loads.lent_share, loads.lent_seconds * loads.delays_streams[priority], behind, larger
+    pace = pace_beside(share, *lent)
+    ttft = larger(larger(ahead * pace, loads.step_left), room_wait) + own * pace + drain
     return PromptPrediction(
         prefill=own,
         alone=own + drain,
-        admission_ttft=behind / loads.prefill_share[priority] + drain,
+        admission_ttft=behind * pace_beside(loads.prefill_share[priority], *lent) + drain,
         ttft=ttft,
-        prompt_share=share,
+        prompt_share=1 / pace,
         prompt_lateness=prompt_lateness,
         room_wait=room_wait,
     )

@@ -8,7 +8,7 @@ from typing import TypeAlias
 from crossdock.workers.report.advertise import LENGTHS, LiveProfile
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost.cost import NO_ADAPTERS, AdapterWork, StepCost, StepWork
-from crossdock.workers.schedule.pacing.chunk_policies import Beside, meaning_of
+from crossdock.workers.schedule.pacing.chunk_policies import NOTHING_LENT, Beside, Lent, lent_beside, meaning_of
 from crossdock.workers.schedule.slo import SloClass
 
 EXPECTED_OUTPUT_TOKENS = 128
@@ -169,23 +169,26 @@ class Work:
         cost: StepCost,
         interval_share: float,
         classes: Sequence[SloClass],
-    ) -> list[float]:
+        lead: float,
+    ) -> tuple[list[float], Lent]:
         """Return the share of time that a prompt of each class gets while the streams run, as `Forecast.prefill_share`
-        does. Streams whose prompts other replicas compute count as if they ran."""
+        does, and what streams lend that are `lead` seconds ahead. Streams whose prompts other replicas compute count as
+        if they ran."""
         num_joining = sum(self.joining)
         if not num_joining:
-            return [1.0] * len(classes)
+            return [1.0] * len(classes), NOTHING_LENT
         depth = profile.pipeline_parallel_size
         streams = StepWork.of_streams(num_joining, self.context, self.adapters, depth)
         tpot = min([slo.tpot_s for slo, count in zip(classes, self.joining, strict=True) if count])
         overrun = profile.overrun * max(depth * interval_share, 1.0)
         beside = streams, cost.seconds(streams), tpot, overrun, profile.max_num_batched_tokens, profile.page_size
-        share = meaning_of(profile.chunk_policy).share
-        shares = [share(cost, Beside(*beside, is_urgent=True), profile.min_chunk_tokens)]
+        meaning, urgent = meaning_of(profile.chunk_policy), Beside(*beside, is_urgent=True)
+        shares = [meaning.share(cost, urgent, profile.min_chunk_tokens)]
+        lent = lent_beside(cost, urgent, shares[0], lead) if meaning.fits_streams else NOTHING_LENT
         shares *= first_nonzero(self.joining) + 1
         if len(shares) < len(classes):  # less urgent than every stream: no chunk is certain
-            shares += [share(cost, Beside(*beside, is_urgent=False), 0)] * (len(classes) - len(shares))
-        return shares
+            shares += [meaning.share(cost, Beside(*beside, is_urgent=False), 0)] * (len(classes) - len(shares))
+        return shares, lent
 
 
 def first_nonzero(counts: Sequence[float]) -> int:

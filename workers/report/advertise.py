@@ -114,6 +114,7 @@ class LiveProfile:
     lacking: Waiting = ()  # (pages, seconds, tokens of output) of waiting ones without room
     adapter_use: AdapterUse = AdapterUse()  # noqa: RUF009  # immutable
     starting: Waiting = ()  # the same of waiting ones with room, which `pages_now` lacks
+    lead_s: float = 0.0  # seconds that all streams are ahead of their mean, which they lend to prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,6 +186,7 @@ def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfil
         ends=_ends(scheduler, wanted),
         lacking=lacking,
         starting=starting,
+        lead_s=scheduler.forecast.lead(),
     )
 
 

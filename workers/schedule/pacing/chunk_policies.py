@@ -5,11 +5,11 @@ To add a policy: its name in `ChunkPolicy`, its share of prompts as a function, 
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
-from crossdock.workers.schedule.pacing.chunking import LEAST_PART, floor_beside, free_seconds, longest_step
-from crossdock.workers.schedule.pacing.pace import longest_gap
+from crossdock.workers.schedule.pacing.chunking import LEAST_PART, LEAST_SHARE, floor_beside, free_seconds, longest_step
+from crossdock.workers.schedule.pacing.pace import LENT_KNEE, LONGEST_GAP, MOST_LENT, longest_gap
 
 ChunkPolicy: TypeAlias = Literal["adaptive", "fixed"]
 
@@ -26,6 +26,8 @@ class Beside(NamedTuple):
     is_urgent: bool  # the prompt is as urgent as the tightest stream
 
 
+_SHORTEST = 1e-6  # seconds
+
 Share: TypeAlias = Callable[[StepCost, Beside, int], float]
 """Returns the share of a prompt's pace on an idle replica that streams leave. The last argument: tokens of the prompt
 that a step computes however little time is left; 0: none."""
@@ -40,6 +42,42 @@ def adaptive_share(cost: StepCost, beside: Beside, floor: int) -> float:
         tokens = max(tokens, cost.tokens_within(free, 0, beside.streams, alone=beside.alone), floor)
     least = beside.page_size if beside.is_urgent else LEAST_PART
     return share_of_chunk(cost, beside.streams, tokens) if tokens >= least else 0.0
+
+
+class Lent(NamedTuple):
+    """Describes what streams that are ahead of their mean lend to prompts as urgent as they are."""
+
+    share: float = 1.0  # of a prompt's pace on an idle replica, while they lend
+    seconds: float = 0.0  # by which prompts end sooner, at most: then nothing is left to lend
+
+
+NOTHING_LENT = Lent()
+
+
+def lent_beside(cost: StepCost, beside: Beside, share: float, lead: float) -> Lent:
+    """Return the loan of streams that are all `lead` seconds ahead, where `share` is that of `adaptive_share`.
+
+    Each longer step takes from the lead what it is longer than the promise.
+    """
+    longest = longest_step((LONGEST_GAP + MOST_LENT) * beside.tpot, beside.overrun)
+    seconds = min(LENT_KNEE * beside.alone, longest)
+    share = max(share, LEAST_SHARE)
+    if lead <= 0 or seconds <= longest_step(longest_gap(beside.tpot, is_urgent=True), beside.overrun):
+        return NOTHING_LENT
+    tokens = cost.chunk_within(seconds, 0, beside.streams, alone=beside.alone)
+    lent = share_of_chunk(cost, beside.streams, tokens)
+    if lent <= share:
+        return NOTHING_LENT
+    lasts = lead * seconds / max(seconds - beside.tpot, _SHORTEST)
+    return Lent(lent, lasts * (lent / share - 1))
+
+
+def pace_beside(share: Any, lent_share: Any, lent_seconds: Any, seconds: Any, larger: Callable[[Any, Any], Any]) -> Any:
+    """Return the seconds until prompts are computed, as a multiple of those that they take on an idle replica.
+
+    `share`: that streams leave. `lent_share`, `lent_seconds`: see `Lent`. `seconds`: of the prompts on an idle replica.
+    """
+    return larger(1 / lent_share, 1 / share - lent_seconds / larger(seconds, _SHORTEST))
 
 
 def fixed_share(cost: StepCost, beside: Beside, floor: int) -> float:

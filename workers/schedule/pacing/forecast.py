@@ -8,8 +8,16 @@ from math import inf
 
 from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
-from crossdock.workers.schedule.pacing.chunk_policies import Beside, meaning_of
+from crossdock.workers.schedule.pacing.chunk_policies import (
+    NOTHING_LENT,
+    Beside,
+    Lent,
+    lent_beside,
+    meaning_of,
+    pace_beside,
+)
 from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE
+from crossdock.workers.schedule.pacing.pace import lead
 from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.request import Request, adapter_work
 from crossdock.workers.schedule.submission import Leg
@@ -21,6 +29,7 @@ def predicted_ttft(
     urgency: tuple[int, int],
     backlog: Iterable[tuple[tuple[int, int], float]],
     prefill_share: float,
+    lent: Lent = NOTHING_LENT,
     before: Callable[[float], float] = lambda _: 0.0,
 ) -> float:
     """Return the seconds until the first token of a prompt that takes `own_seconds` alone.
@@ -32,6 +41,7 @@ def predicted_ttft(
         urgency: of its class and in its class, as `Request.urgency`.
         backlog: (urgency, seconds) of every unfinished prompt but those of other tenants in its class.
         prefill_share: share of the time that running streams leave for prompts.
+        lent: what they lend beside.
         before: the seconds that the other tenants of its class get until the prompt's has had so many in that class.
     """
     ahead = own_turns = 0.0
@@ -41,7 +51,8 @@ def predicted_ttft(
             ahead += seconds
             own_turns += seconds if other[0] == urgency[0] else 0.0
     ahead += before(own_turns + own_seconds)
-    return (ahead + own_seconds) / max(prefill_share, LEAST_SHARE)
+    total = ahead + own_seconds
+    return total * float(pace_beside(max(prefill_share, LEAST_SHARE), *lent, total, max))
 
 
 @dataclass(slots=True)
@@ -82,8 +93,9 @@ class Forecast:
                 rivals.append((other, seconds))
             else:
                 backlog.append((self._turn(other), seconds))
-        share, before = self.prefill_share(request.priority), partial(self._rivals_before, request, rivals)
-        return predicted_ttft(own, request.urgency, backlog, share, before) + drain, own + drain
+        share, lent = self._share_and_lent(request.priority)
+        before = partial(self._rivals_before, request, rivals)
+        return predicted_ttft(own, request.urgency, backlog, share, lent, before) + drain, own + drain
 
     def _rivals_before(self, request: Request, rivals: Iterable[tuple[Request, float]], own_seconds: float) -> float:
         """Return the seconds that other tenants' prompts get until a request's tenant has had `own_seconds` more."""
@@ -190,10 +202,21 @@ class Forecast:
 
     def prefill_share(self, priority: int) -> float:
         """Return the share of the time that goes into prompts of a class, beside the streams that run or arrive."""
+        return self._share_and_lent(priority)[0]
+
+    def lead(self) -> float:
+        """Return the seconds that all streams are ahead of their mean; 0 where others arrive, or none runs."""
+        streams = [each for each in self.table.running if each.is_decoding]
+        if not streams or self.table.arriving():
+            return 0.0
+        return min([lead(stream, self.table.tpot_s(stream)) for stream in streams])
+
+    def _share_and_lent(self, priority: int) -> tuple[float, Lent]:
+        """Return the share of the time that goes into prompts of a class, and what streams lend to them."""
         streams, arriving = [each for each in self.table.running if each.is_decoding], self.table.arriving()
         cost, config = self.cost, self.table.config
         if cost is None or not (streams or arriving):
-            return 1.0
+            return 1.0, NOTHING_LENT
         # Each step in flight has its share of the streams.
         context, adapters = sum(stream.num_tokens for stream in streams), adapter_work(streams)
         work = StepWork.of_streams(len(streams) + len(arriving), context, adapters, self.depth)
@@ -204,7 +227,10 @@ class Forecast:
             work, cost.seconds(work), tpot, self.overrun_when_full, config.max_num_batched_tokens, page, is_urgent
         )
         floor = config.chunk_floor if is_urgent else 0
-        return meaning_of(config.chunk_policy).share(cost, beside, floor)
+        meaning = meaning_of(config.chunk_policy)
+        share = meaning.share(cost, beside, floor)
+        lends = is_urgent and meaning.fits_streams
+        return share, lent_beside(cost, beside, share, self.lead()) if lends else NOTHING_LENT
 
     def second_token_due(self, request: Request, now: float) -> float:
         """Return the time at which a request's second token is due, where another replica computes the prompt.

@@ -56,10 +56,15 @@ def longest_gap(tpot: float, *, is_urgent: bool) -> float:
 
 def lent_due(stream: Request, tpot: float) -> float:
     """Return when a stream's next token is due if the stream lends what it is ahead of a token every `tpot` seconds."""
+    return stream.due + min(lead(stream, tpot), MOST_LENT * tpot)
+
+
+def lead(stream: Request, tpot: float) -> float:
+    """Return the seconds that a stream can lend in all: how much sooner its next token is due than a token every `tpot`
+    seconds would be."""
     if stream.paced_from is None:
-        return stream.due
-    mean_due = stream.paced_from + tpot * (stream.num_output_tokens + 1)
-    return max(stream.due, min(mean_due, stream.due + MOST_LENT * tpot))
+        return 0.0
+    return max(stream.paced_from + tpot * (stream.num_output_tokens + 1) - stream.due, 0.0)
 
 
 def skip_decodes(streams: Sequence[Request], now: float, cost: StepCost) -> set[str]:

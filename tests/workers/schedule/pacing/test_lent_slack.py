@@ -1,6 +1,7 @@
 """Streams that are ahead of their class's mean lend slack to prompts: all of it near a deadline, else up to a knee."""
 
 from itertools import pairwise
+from math import inf
 
 import pytest
 from hypothesis import given
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from crossdock.workers.schedule import prefills
 from crossdock.workers.schedule.cost.cost import NO_ADAPTERS, StepWork
 from crossdock.workers.schedule.pacing import pace
+from crossdock.workers.schedule.pacing.forecast import Forecast
 from crossdock.workers.schedule.pacing.pace import LENT_KNEE, LONGEST_GAP, MOST_LENT, lent_due
 from crossdock.workers.schedule.request import Request
 from crossdock.workers.schedule.submission import SamplingParams
@@ -69,6 +71,22 @@ def test_streams_that_take_much_of_their_promise_lend_to_a_prompt_that_has_time(
     unlent, gaps = serve_prompt(replica_with_streams("standard"), tokens)
     assert unlent > 1.5 * ttft
     assert max(gaps) <= LONGEST_GAP * tpot
+
+
+@pytest.mark.parametrize("tokens", [40, 90, 300])
+def test_first_token_is_predicted_with_what_streams_lend(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    replica = replica_with_streams("standard")
+    monkeypatch.setattr(prefills, "NEAR_DEADLINE", inf)  # what they lend before a deadline is not predicted
+    predicted = replica.add("prompt", tokens, "standard").predicted_ttft
+    began = replica.now
+    while "prompt" not in replica.token_times:
+        replica.step()
+    took = replica.token_times["prompt"][0] - began
+    assert predicted == pytest.approx(took, rel=0.2)
+    monkeypatch.setattr(Forecast, "lead", lambda _: 0.0)
+    request = replica_with_streams("standard").add("prompt", tokens, "standard")
+    assert request.predicted_ttft is not None
+    assert request.predicted_ttft > 1.3 * took
 
 
 @pytest.mark.parametrize(("num_streams", "lends"), [(5, False), (7, True)])
