@@ -41,7 +41,7 @@ def answering(checkout: Path, script: Path, function: str) -> Iterator[Checkout]
         (Path(folder) / "crossdock").symlink_to(checkout.resolve(), target_is_directory=True)
         environment = os.environ | {"PYTHONPATH": folder, "OMP_WAIT_POLICY": "PASSIVE"}
         process = subprocess.Popen(
-            [sys.executable, __file__, str(script), function],
+            [sys.executable, __file__, str(script.resolve()), function],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=environment,
