@@ -64,6 +64,9 @@ class TensorPlan:
         plan: dict[str, str] = dict(self.model.tp_plan)
         decoder = next(name for name, module in modules.items() if module is self.model.get_decoder())
         plan |= {f"{decoder}.{name}": style for name, style in own_plan(self.config.model_type).items()}
+        output = self.model.get_output_embeddings()
+        for name in (name for name, module in modules.items() if module is output):
+            plan.setdefault(name, "colwise_gather_output")  # transformers' plan of Nemotron-H leaves it whole
         for tied in self.model.all_tied_weights_keys.items():  # one matrix: what divides one use divides the other
             head, embedding = (name.removesuffix(".weight") for name in tied)
             if head in plan and isinstance(modules.get(embedding), nn.Embedding):
