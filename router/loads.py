@@ -219,9 +219,7 @@ def row(
     `kept`: of the replica, from the row before."""
     live = live or _IDLE
     cost, interval_share, encoder = _costs(profile, live)
-    work = Work.of(live, len(classes))
-    for booking in booked:
-        work.book(booking)
+    work = Work.of(live, len(classes), booked)
     streams, num_streams, num_arriving = work.streams, sum(work.streams), max(sum(work.arriving), 0.0)
     pace = (kept or KeptPace()).of(work, cost, profile, interval_share, live, classes)
     gap, shares = pace.gap, pace.shares

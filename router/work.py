@@ -1,7 +1,7 @@
 """Everything one replica has to do, as a router knows it: what its live profile reports, and what was booked since."""
 
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -68,8 +68,8 @@ class Work:
     used_adapters: set[str] = field(default_factory=set)  # fingerprints
 
     @classmethod
-    def of(cls, live: LiveProfile, num_classes: int) -> "Work":
-        """Make the work of one replica from its live profile. No booking is included."""
+    def of(cls, live: LiveProfile, num_classes: int, booked: Iterable[Booking] = ()) -> "Work":
+        """Make the work of one replica from its live profile. `booked`: what this does not include."""
         streams, arriving = _by_priority(live.streams, num_classes), _by_priority(live.arriving, num_classes)
         joining = [now + more for now, more in zip(streams, arriving, strict=True)]
         prompts: _Prompts = {}
@@ -86,12 +86,15 @@ class Work:
             prompt_tokens *= 1 - min(num_leaving / max(num_prompts, 1), 1)
             for priority, count in enumerate(_by_priority(live.leaving, num_classes)):
                 arriving[priority] -= count
-        return cls(
+        work = cls(
             *(streams, joining, arriving, prompts, {}, live.context_tokens, prompt_tokens),
             adapters=live.adapter_use.now,
             future_adapters=live.adapter_use.future,
             used_adapters=set(live.adapters[: live.adapter_use.num_used]),
         )
+        for booking in booked:
+            work.book(booking)
+        return work
 
     def book(self, booking: Booking) -> None:
         """Add a request that the live profile does not include."""
