@@ -15,7 +15,7 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 69_618,
+    "lines of code": 69_627,
     "lines of tests": 66_873,
     "lines of benchmarks": 10_971,
     "lines of benchmarks/RESULTS.md": 500,

@@ -210,7 +210,7 @@ def use_codes(model: Network, check: LogitsCheck, cpu_kernels: CpuKernels) -> st
 
 
 def _error_in_pages(model: LoadedModel, check: LogitsCheck) -> float:
-    """Return the error of the logits of a model, whose keys and values go through pages for it."""
+    """Compute a model's logits with keys and values in pages of a pool, and return their error."""
     page_multiple, given = model.attention.page_multiple, check.sequences
     batch = batch_of_one_page_each(PROBE_LENGTHS, model.device, page_multiple)
     try:

@@ -93,7 +93,9 @@ class Forecast:
                 rivals.append((other, seconds))
             else:
                 backlog.append((self._turn(other), seconds))
-        share, lent = self._share_and_lent(request.priority)
+        beside = self._beside(request.priority)
+        share = self._share(beside)
+        lent = self._lent(beside, share)
         before = partial(self._rivals_before, request, rivals)
         return predicted_ttft(own, request.urgency, backlog, share, lent, before) + drain, own + drain
 
@@ -202,7 +204,7 @@ class Forecast:
 
     def prefill_share(self, priority: int) -> float:
         """Return the share of the time that goes into prompts of a class, beside the streams that run or arrive."""
-        return self._share_and_lent(priority)[0]
+        return self._share(self._beside(priority))
 
     def lead(self) -> float:
         """Return the seconds that all streams are ahead of their mean; 0 where others arrive, or none runs."""
@@ -211,26 +213,33 @@ class Forecast:
             return 0.0
         return min([lead(stream, self.table.tpot_s(stream)) for stream in streams])
 
-    def _share_and_lent(self, priority: int) -> tuple[float, Lent]:
-        """Return the share of the time that goes into prompts of a class, and what streams lend to them."""
+    def _beside(self, priority: int) -> Beside | None:
+        """Return the steps that have chunks of a class; None: no stream runs or arrives, or there is no cost."""
         streams, arriving = [each for each in self.table.running if each.is_decoding], self.table.arriving()
         cost, config = self.cost, self.table.config
         if cost is None or not (streams or arriving):
-            return 1.0, NOTHING_LENT
+            return None
         # Each step in flight has its share of the streams.
         context, adapters = sum(stream.num_tokens for stream in streams), adapter_work(streams)
         work = StepWork.of_streams(len(streams) + len(arriving), context, adapters, self.depth)
         priorities = [each.priority for each in (*streams, *arriving)]
         tpot, page = min(config.slo_classes[each].tpot_s for each in priorities), self.table.pages.page_size
         is_urgent = priority <= min(priorities)
-        beside = Beside(
+        return Beside(
             work, cost.seconds(work), tpot, self.overrun_when_full, config.max_num_batched_tokens, page, is_urgent
         )
-        floor = config.chunk_floor if is_urgent else 0
-        meaning = meaning_of(config.chunk_policy)
-        share = meaning.share(cost, beside, floor)
-        lends = is_urgent and meaning.fits_streams
-        return share, lent_beside(cost, beside, share, self.lead()) if lends else NOTHING_LENT
+
+    def _share(self, beside: Beside | None) -> float:
+        if beside is None or self.cost is None:
+            return 1.0
+        config = self.table.config
+        return meaning_of(config.chunk_policy).share(self.cost, beside, config.chunk_floor if beside.is_urgent else 0)
+
+    def _lent(self, beside: Beside | None, share: float) -> Lent:
+        fits_streams = meaning_of(self.table.config.chunk_policy).fits_streams
+        if beside is None or self.cost is None or not (beside.is_urgent and fits_streams):
+            return NOTHING_LENT
+        return lent_beside(self.cost, beside, share, self.lead())
 
     def second_token_due(self, request: Request, now: float) -> float:
         """Return the time at which a request's second token is due, where another replica computes the prompt.
