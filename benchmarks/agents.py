@@ -1,25 +1,27 @@
-"""Which server answers coding agents soonest with little KV memory: ours, on one replica or two, or vLLM?
+"""Which server answers coding agents soonest with little KV memory: ours or vLLM, each on one replica or two?
 
     python benchmarks/agents.py                                             # one replica: 3 minutes
     python benchmarks/agents.py --settings two two-files two-host           # a core for each of two replicas
     python benchmarks/agents.py --settings one one-files vllm --duration 70 --venvs VENVS  # after peers/vllm.sh install
 
 The load is `crossdock bench -w agents`: sessions of many turns, each of which repeats all before it. All settings get
-the same sessions and the same KV memory, `--kv-tokens` in all; two replicas have half each. `files`: pages that leave a
-pool go to files, and take no more memory; `host`: they go to the host's memory, `--host-tokens` in all. `fixed`: with
-vLLM's rule of chunks, which keeps no stream's pace. Agents wait for answers, so a slow server gets fewer turns: look at
-the turns as well as at the times.
+the same sessions and the same KV memory, `--kv-tokens` in all; two replicas have half each, and half of the cores.
+`files`: pages that leave a pool go to files, and take no more memory; `host`: they go to the host's memory,
+`--host-tokens` in all. `fixed`: with vLLM's rule of chunks, which keeps no stream's pace. `vllm-two`: its data
+parallelism. Agents wait for answers, so a slow server gets fewer turns: look at the turns as well as at the times.
 
 Settings run one at a time, each on a server of its own, and alternate in every repeat. Run nothing else beside them.
 """
 
 import argparse
 import asyncio
+import os
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from in_turn import in_turn, report
 from servers import RunningServer, add_peer_option, add_server_options, crossdock_command, peer_command
 from tables import Row, table
@@ -30,7 +32,7 @@ from crossdock.cluster.bench.metrics import spread_ms
 from crossdock.cluster.bench.run import BenchOptions, run_bench
 from crossdock.workers.model.weights.checkpoint import default_model_dir
 
-BUDGET = 512  # tokens of a step
+BUDGET = 2048  # tokens of a step: vLLM's default
 _FIXED = ("--chunk-policy", "fixed", "--max-num-batched-tokens", str(BUDGET))
 SETTINGS: dict[str, tuple[int, tuple[str, ...]]] = {  # replicas, and flags
     "one": (1, ()),
@@ -41,6 +43,7 @@ SETTINGS: dict[str, tuple[int, tuple[str, ...]]] = {  # replicas, and flags
     "two-host-fixed": (2, ("--kv-cache-host-memory", "{host}", *_FIXED)),
     "two-files": (2, ("--kv-cache-files", "{files},8GiB")),
     "vllm": (1, ()),
+    "vllm-two": (2, ("--data-parallel-size", "2")),
 }
 VLLM_PAGE = 32  # tokens: its attention on CPUs takes multiples of 32 alone; ours has 16
 
@@ -54,12 +57,16 @@ def token_bytes(model: Path) -> int:
 
 def command(args: argparse.Namespace, name: str, files: Path) -> list[str]:
     """Return the command that serves the model with one setting. `files`: a folder for pages."""
-    if name == "vllm":
-        # In pages, because on CPUs vLLM 0.32 takes no notice of --kv-cache-memory-bytes.
-        memory = ["--block-size", str(VLLM_PAGE), "--num-gpu-blocks-override", str(args.kv_tokens // VLLM_PAGE)]
-        cache = ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
-        return peer_command(args, name, BUDGET, *memory, *cache)
     count, flags = SETTINGS[name]
+    if name.startswith("vllm"):
+        # In pages, because on CPUs vLLM 0.32 takes no notice of --kv-cache-memory-bytes.
+        pages = str(args.kv_tokens // count // VLLM_PAGE)
+        memory = ["--block-size", str(VLLM_PAGE), "--num-gpu-blocks-override", pages]
+        cache = ["--enable-prefix-caching", "--enable-prompt-tokens-details"]
+        cores = np.array_split(range(os.cpu_count() or 1), count)
+        bound = "|".join(",".join(map(str, part)) for part in cores)  # the threads of each replica
+        serve = peer_command(args, "vllm", BUDGET, *memory, *cache, *flags)
+        return ["env", f"VLLM_CPU_OMP_THREADS_BIND={bound}", *serve]
     size = str(args.kv_tokens * token_bytes(args.model) // count)
     pools = ["--pools", f"mixed={count}"] if count > 1 else []
     host = str(args.host_tokens * token_bytes(args.model) // count)
