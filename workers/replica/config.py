@@ -266,11 +266,10 @@ class ReplicaSpec:
 
     def __post_init__(self) -> None:
         """Refuse settings that these replicas cannot have. ValueError: the message names the setting."""
-        has_tiers = self.engine.kv_cache_host_memory or self.engine.kv_cache_files
-        if has_tiers and self.num_ranks > 1:
+        if self.engine.kv_cache_files and self.num_ranks > 1:
             raise ValueError(
-                "kv_cache_host_memory and kv_cache_files must be null for a replica of several ranks: only a replica "
-                "that holds a whole model stores its pages outside the pool"
+                "kv_cache_files must be null for a replica of several ranks: each rank's part of a page could be lost "
+                "alone. kv_cache_host_memory holds the pages of all ranks"
             )
 
     def weights_of(self, checkpoint: str) -> str:

@@ -64,11 +64,11 @@ def _executor(
     state_pages = model.state_pages(config.page_size)
     num_pages = _num_pages(model, config, gang, windows, state_pages)
     model.allocate_pool(num_pages, config.page_size)
-    tiers = open_tiers(model, config, weights, num_pages)
+    tiers = open_tiers(model, config, weights, num_pages, gang)
     on_evict = None if tiers is None else tiers.evicted
     return Executor(
         config,
-        _runner(model, config, gang, num_pages),
+        _runner(model, config, gang, num_pages, 0 if tiers is None else tiers.num_slots),
         sampler,
         GrammarCompiler(tokenizer_dir, model.vocab_size, model.eos_token_ids),
         PagePool(num_pages, config.page_size, config.enable_prefix_caching, windows, state_pages, on_evict),
@@ -91,13 +91,15 @@ def _executor(
     )
 
 
-def _runner(model: LoadedModel, config: EngineConfig, gang: Gang | None, num_pages: int) -> Runner:
-    """Return the runner of the steps, after every rank has allocated its pool and recorded its part of steps."""
+def _runner(model: LoadedModel, config: EngineConfig, gang: Gang | None, num_pages: int, num_slots: int) -> Runner:
+    """Return the runner of the steps, after every rank has allocated its pool and recorded its part of steps.
+
+    `num_slots`: in the host's memory, beside the pool."""
     sizes = config.max_num_seqs, config.max_num_batched_tokens
     broadcast: Callable[[bytes], None] | None = None
     if gang is not None:
         broadcast = gang.run_step
-        gang.broadcast(AllocatePool(num_pages))
+        gang.broadcast(AllocatePool(num_pages, num_slots))
         if not config.enforce_eager:
             gang.broadcast(RecordSteps(*sizes, config.most_drafts))  # ends only if this rank records too
     if config.enforce_eager:

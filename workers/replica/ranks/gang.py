@@ -116,6 +116,12 @@ class Gang:
         return common_page_budget([self._own_budget, *(PageBudget(rank.num_pages, rank.page_bytes) for rank in ready)])
 
     @property
+    def page_bytes(self) -> int:
+        """The bytes of a page, of all ranks together."""
+        ready = [follower.ready for follower in self._followers.values() if follower.ready is not None]
+        return self._own_budget.page_bytes + sum(rank.page_bytes for rank in ready)
+
+    @property
     def held_by_rank(self) -> list[HeldLayers]:
         """The layers each rank holds, by rank."""
         held = {rank: follower.ready.held for rank, follower in self._followers.items() if follower.ready is not None}

@@ -24,9 +24,10 @@ class MalformedRankMessage(ValueError):
 
 
 class AllocatePool(Record, frozen=True):
-    """Allocate the KV pool."""
+    """Allocate the KV pool, and slots for pages in the host's memory."""
 
     num_pages: Count
+    num_slots: Count
 
 
 class RecordSteps(Record, frozen=True):
@@ -35,6 +36,14 @@ class RecordSteps(Record, frozen=True):
     max_num_seqs: Count
     max_num_batched_tokens: Count
     most_drafts: Count
+
+
+class CopyPages(Record, frozen=True):
+    """Copy pages to slots in the host's memory, or back, before the steps that follow."""
+
+    pages: tuple[Count, ...]
+    slots: tuple[Count, ...]
+    is_out: bool  # from the pool
 
 
 class RunStep(Record, frozen=True):
@@ -95,6 +104,7 @@ class EndRank(Record, frozen=True):
 
 DriverMessage: TypeAlias = (
     AllocatePool
+    | CopyPages
     | RecordSteps
     | RunStep
     | LoadAdapter

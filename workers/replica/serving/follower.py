@@ -22,6 +22,7 @@ from crossdock.workers.replica.ranks.rank_messages import (
     AllocatePool,
     CallWeights,
     ChangeMemory,
+    CopyPages,
     DockOpened,
     DriverMessage,
     DropAdapter,
@@ -43,6 +44,7 @@ from crossdock.workers.replica.ranks.rank_messages import (
     encode,
 )
 from crossdock.workers.replica.ranks.rank_socket import GangAddress, RankSocket
+from crossdock.workers.replica.tiers.page_copies import PoolCopies
 from crossdock.workers.replica.transfer.replica_dock import open_dock
 from crossdock.workers.schedule.submission import Adapter
 
@@ -97,6 +99,7 @@ def _work(
     """Do what the driver asks, in order, until it asks to end."""
     num_pages = 0
     dock: Dock | None = None
+    copies: PoolCopies | None = None
     page_size = spec.engine.page_size
     steps, runner, weights = StepReceiver(), Runner(model, page_size), NewWeights(model)
     while True:
@@ -113,8 +116,12 @@ def _work(
                 threading.Thread(target=_call_weights, args=(weights, method, argument, link), daemon=True).start()
             case PutWeights():
                 weights.put()
-            case AllocatePool(num_pages):
+            case AllocatePool(num_pages, num_slots):
                 model.allocate_pool(num_pages, page_size)
+                copies = PoolCopies(model.pool.by_page, num_slots)
+            case CopyPages() as copy:
+                assert copies is not None, "pages are copied before the pool is allocated"
+                copies.apply(copy)
             case RecordSteps(max_num_seqs, max_num_batched_tokens, most_drafts):
                 runner = Runner.recorded(
                     model, page_size, max_num_seqs, max_num_batched_tokens, most_drafts=most_drafts

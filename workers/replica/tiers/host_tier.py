@@ -1,11 +1,8 @@
-"""Pages in the host's memory: slots of one block, the least recently used page gives way first."""
+"""Which slots in the host's memory hold which pages: the least recently used page gives way first."""
 
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from contextlib import suppress
-
-import torch
-from torch import Tensor
 
 from crossdock.workers.schedule.prefixes.tier_pages import PageKey
 
@@ -13,9 +10,8 @@ from crossdock.workers.schedule.prefixes.tier_pages import PageKey
 class HostTier:
     """The slots of pages. All calls belong to the engine's thread; slots in use may be read by another one."""
 
-    def __init__(self, num_slots: int, page_bytes: int, is_pinned: bool) -> None:
-        """`is_pinned`: a GPU copies to and from the memory."""
-        self.slots = torch.empty((num_slots, page_bytes), dtype=torch.uint8, pin_memory=is_pinned)
+    def __init__(self, num_slots: int) -> None:
+        self._num_slots = num_slots
         self._free = list(range(num_slots))
         self._held: OrderedDict[PageKey, Sequence[int]] = OrderedDict()  # least recently used first
         self._uses: Counter[PageKey] = Counter()
@@ -24,11 +20,11 @@ class HostTier:
         return key in self._held
 
     @property
-    def num_bytes(self) -> int:
-        """Return the bytes that hold pages."""
-        return (len(self.slots) - len(self._free)) * self.slots.shape[1]
+    def num_used(self) -> int:
+        """Return how many slots hold pages."""
+        return self._num_slots - len(self._free)
 
-    def take(self, key: PageKey, num_slots: int) -> tuple[list[Tensor], list[PageKey]]:
+    def take(self, key: PageKey, num_slots: int) -> tuple[Sequence[int], list[PageKey]]:
         """Return slots for a page that is not here, and the pages that give way. No slot: too many are in use."""
         gone, missing = list[PageKey](), num_slots - len(self._free)
         for old, slots in self._held.items():
@@ -42,13 +38,13 @@ class HostTier:
         for old in gone:
             self.drop(old)
         self._held[key] = taken = [self._free.pop() for _ in range(num_slots)]
-        return [self.slots[slot] for slot in taken], gone
+        return taken, gone
 
-    def use(self, key: PageKey) -> list[Tensor]:
+    def use(self, key: PageKey) -> Sequence[int]:
         """Return the slots of a page, which stays until `end_use`."""
         self._held.move_to_end(key)
         self._uses[key] += 1
-        return [self.slots[slot] for slot in self._held[key]]
+        return self._held[key]
 
     def end_use(self, key: PageKey) -> None:
         self._uses[key] -= 1

@@ -13,9 +13,6 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import NamedTuple, TypeAlias
 
-import torch
-from torch import Tensor
-
 from crossdock.workers.replica.tiers.file_tier import FileTier
 from crossdock.workers.replica.tiers.host_tier import HostTier
 from crossdock.workers.replica.tiers.page_copies import PoolCopies
@@ -27,14 +24,13 @@ from crossdock.workers.schedule.prefixes.tier_pages import PageKey, PageTier, Ti
 logger = logging.getLogger(__name__)
 
 _HOST_RATE, _FILE_RATE = 5e9, 5e8  # bytes per second, until the first pages are measured
-_STAGING_BYTES = 64 << 20  # of host memory on the way to files, where no memory is given to pages
 _MOST_OFFERED = 8  # cached pages on their way to files while there is nothing to compute
 _CHANGES_S = 10.0  # from one look for other replicas' files to the next
 
 _Job: TypeAlias = Callable[[], Callable[[TierLoading], None]]
 """Runs in the other thread, and returns what the engine's thread is to do then."""
 
-Slots: TypeAlias = Sequence[Tensor] | None
+Slots: TypeAlias = Sequence[int] | None
 """The slots in the host's memory that hold a page; None: the page is in a file."""
 
 
@@ -51,29 +47,25 @@ class TierStore:
 
     def __init__(
         self,
-        pages: Tensor,
-        host_bytes: int,
+        copies: PoolCopies,
+        page_bytes: int,
         files: FileTier | None,
+        *,
+        stay: bool,
         most_pages: int = 1,
     ) -> None:
-        """`pages`: the pool, [page, page_bytes] uint8. `host_bytes`: for pages in the host's memory; 0: none stays
-        there. `most_pages`: of the largest entry, a state.
-
-        Raises:
-            ValueError: the memory holds fewer pages than one entry.
+        """`page_bytes`: of all ranks. `stay`: pages stay in the slots of `copies`; else these are for pages on their
+        way to files. `most_pages`: of the largest entry, a state: the last slots are for one that is read from files.
         """
-        page_bytes = pages.shape[1]
-        if 0 < host_bytes < most_pages * page_bytes:
-            raise ValueError(f"kv_cache_host_memory ({host_bytes}) must be at least {most_pages * page_bytes} bytes")
-        num_slots = host_bytes // page_bytes or max(_STAGING_BYTES // page_bytes, 2 * most_pages)
-        self._host, self._files, self._copies = HostTier(num_slots, page_bytes, pages.is_cuda), files, PoolCopies(pages)
-        self._host_tier = PageTier("host", page_bytes / _HOST_RATE, page_bytes / _HOST_RATE) if host_bytes else None
+        num_slots = len(copies.slots) - most_pages
+        self._host, self._files, self._copies, self._page_bytes = HostTier(num_slots), files, copies, page_bytes
+        self._host_tier = PageTier("host", page_bytes / _HOST_RATE, page_bytes / _HOST_RATE) if stay else None
         self._file_tier = (
             PageTier("files", page_bytes / _FILE_RATE, page_bytes / _FILE_RATE) if files is not None else None
         )
         self.tiers = TierPages([tier for tier in (self._host_tier, self._file_tier) if tier is not None])
         self.on_done: list[Callable[[], None]] = []  # called when there is a result to take in
-        self._bounce = torch.empty((most_pages, page_bytes), dtype=torch.uint8, pin_memory=pages.is_cuda)
+        self._from_files = range(num_slots, len(copies.slots))
         self._num_pending = 0  # writes and loads whose result has not been taken in
         self._writing = set[PageKey]()
         self._offers: list[int] | None = None  # cached pages to look at, last one first; None: a step has come since
@@ -86,13 +78,19 @@ class TierStore:
         self._thread.start()
 
     @property
+    def num_slots(self) -> int:
+        """Return how many pages' bytes each rank has beside its pool."""
+        return len(self._copies.slots)
+
+    @property
     def is_idle(self) -> bool:
         """Return whether every write and every load has ended, and its result was taken in."""
         return not self._num_pending
 
     def counts(self) -> list[TierCounts]:
         """Return the counts of each tier, fastest first; bytes of files are those of all models and replicas."""
-        num_bytes = {"host": self._host.num_bytes, "files": 0 if self._files is None else self._files.num_bytes}
+        in_slots = self._host.num_used * self._page_bytes
+        num_bytes = {"host": in_slots, "files": 0 if self._files is None else self._files.num_bytes}
         return [
             TierCounts(
                 each.name, len(each.pages), num_bytes[each.name], each.num_stores, each.num_loads, each.num_misses
@@ -227,12 +225,12 @@ class TierStore:
 
         return apply
 
-    def _write(self, key: PageKey, slots: Sequence[Tensor]) -> Callable[[TierLoading], None]:
+    def _write(self, key: PageKey, slots: Sequence[int]) -> Callable[[TierLoading], None]:
         assert self._files is not None
         self._copies.wait()
         started, deleted, error = time.perf_counter(), set[PageKey](), ""
         try:
-            deleted = self._files.write(key, [slot.numpy().data for slot in slots])
+            deleted = self._files.write(key, [self._copies.slots[slot].numpy().data for slot in slots])
         except OSError as reason:
             error = f"{type(reason).__name__}: {reason}"
         return partial(self._end_write, key, deleted, time.perf_counter() - started, error)
@@ -256,9 +254,10 @@ class TierStore:
 
     def _read(self, wanted: PageLoad) -> Slots:
         """Return the bytes of a page from its file; None: the page is lost."""
-        slots = self._bounce[: len(wanted.pages)]
-        is_found = self._files is not None and self._files.read(wanted.key, slots.view(-1).numpy().data)
-        return list(slots) if is_found else None
+        slots = self._from_files[: len(wanted.pages)]
+        into = self._copies.slots[slots.start : slots.stop].view(-1)
+        is_found = self._files is not None and self._files.read(wanted.key, into.numpy().data)
+        return slots if is_found else None
 
 
 def _in_order(load: PrefixLoad, slots: Sequence[Slots]) -> Iterator[tuple[PageLoad, Slots]]:

@@ -236,7 +236,7 @@ def test_settings_that_make_no_tier_are_refused(settings: dict[str, Any], reason
 
 
 @pytest.mark.parametrize("fields", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
-def test_replicas_that_cannot_have_tiers_are_refused(fields: dict[str, Any]) -> None:
-    engine = EngineConfig(kv_cache_host_memory=ByteSize(1 << 20))
-    with pytest.raises(ValueError, match="kv_cache_host_memory and kv_cache_files must be null for"):
+def test_replicas_that_cannot_have_files_are_refused(fields: dict[str, Any]) -> None:
+    engine = EngineConfig(kv_cache_files="/tmp,1GiB")
+    with pytest.raises(ValueError, match="kv_cache_files must be null for a replica of several ranks"):
         ReplicaSpec(ModelSpec(None), engine, num_threads=1, **fields)

@@ -27,6 +27,7 @@ from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.ranks.pool_layout import HeldLayers
 from crossdock.workers.replica.ranks.rank_messages import (
     AllocatePool,
+    CopyPages,
     DockOpened,
     DriverMessage,
     EndRank,
@@ -47,7 +48,8 @@ from crossdock.workers.replica.ranks.rank_messages import (
 HELD = ((0, 0, 2, 4, 12, 12, 0), (1, 0, 2, 4, 12, 12, 16, -3, 5))
 GROUPS = (GroupPages(0, (1, 2, 3)), GroupPages(2, (7,)))
 DRIVER_MESSAGES: list[DriverMessage] = [
-    AllocatePool(100),
+    AllocatePool(100, 20),
+    CopyPages((3, 4), (0, 7), is_out=True),
     RecordSteps(64, 2048, 8),
     RunStep(b"\0inputs"),
     OpenDock((HELD, HELD), "m", "prefill", TransferConfig(transport="tcp", host="10.0.0.1", grace_s=0.5)),
