@@ -18,6 +18,7 @@ class KVPool:
         self.pages: Sequence[tuple[Tensor, Tensor]] = ()  # of each layer: keys and values
         self.page_size, self._num_pages = 1, 0  # tokens of a page
         self._taker: MemoryTaker | None = None  # on a CPU
+        self.is_asleep = False  # the memory is given back: no step may read it
 
     def allocate(
         self,
@@ -60,12 +61,12 @@ class KVPool:
         """Give the memory back to Linux until `wake`. Views and registrations stay; contents are lost. On a CPU."""
         assert self._taker is not None, "pages of a GPU do not sleep"
         self._taker.end()
-        self._taker = None
+        self._taker, self.is_asleep = None, True
         give_back(self.tensor)
 
     def wake(self) -> None:
         """Take the memory again, all zeros."""
-        self._taker = MemoryTaker(self.tensor)
+        self._taker, self.is_asleep = MemoryTaker(self.tensor), False
 
     def wait_for_memory(self) -> None:
         """Wait until this process has the memory of its pool. Until then a step that reaches new pages takes longer."""

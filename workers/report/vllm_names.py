@@ -54,6 +54,7 @@ def _histogram(name: str, text: str, family: str, phase: str | None = None) -> N
 
 
 _ACTIVE, _PAGES, _INFO = "crossdock_requests_active", "crossdock_pages", "crossdock_kv_cache_info"
+_SLEEP = "crossdock_sleep_level"
 _COMPUTED, _CACHED = "crossdock_prompt_tokens", "crossdock_cached_tokens"
 _PHASES = "crossdock_request_phase_seconds"
 _PAGE_LABELS = {
@@ -74,8 +75,10 @@ OF_REPLICAS = (
     ),
     _gauge(
         "engine_sleep_state",
-        "1 for awake: Crossdock's engines never sleep.",
-        Source(_INFO, fixed={"sleep_state": "awake"}),
+        "1 for awake, or for the level of sleep. weights_offloaded: 1, pages; discard_all: 2, pages and weights.",
+        Source(_SLEEP, ("level", ("0",)), fixed={"sleep_state": "awake"}),
+        Source(_SLEEP, ("level", ("1",)), fixed={"sleep_state": "weights_offloaded"}),
+        Source(_SLEEP, ("level", ("2",)), fixed={"sleep_state": "discard_all"}),
     ),
     _gauge(
         "kv_cache_usage_perc",

@@ -8,6 +8,7 @@ import pytest
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.dispatch.gate import PauseMode
 from crossdock.cluster.dispatch.rollouts import Rollouts
+from crossdock.cluster.watch.scrape import Scrape
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.schedule.request import FinishReason, TokenDelta
 from crossdock.workers.schedule.submission import SamplingParams, Submission
@@ -143,7 +144,7 @@ async def test_paused_replica_gets_no_request_while_another_is_not() -> None:
 @pytest.mark.parametrize("mode", ["wait", "abort"])
 async def test_request_that_comes_while_replicas_sleep_has_the_tokens_of_an_awake_one(mode: PauseMode) -> None:
     replicas = [InProcess(role="prefill"), InProcess(role="decode")]
-    dispatcher = Dispatcher("tiny", RouterConfig(shipping="always"))
+    dispatcher = Dispatcher("tiny", RouterConfig(shipping="always"), vllm_metrics=True)
     async with serving(dispatcher, first=replicas[0], second=replicas[1]):
         wanted = await tokens(dispatcher, "alone", 20)
         rollouts = Rollouts(dispatcher)
@@ -158,6 +159,8 @@ async def test_request_that_comes_while_replicas_sleep_has_the_tokens_of_an_awak
         assert not rollouts.is_paused
         await rollouts.sleep(1, mode)
         assert await rollouts.is_sleeping()
+        shown = Scrape.parse(await dispatcher.metrics_text(), 0.0).by("vllm:engine_sleep_state", "sleep_state")
+        assert shown == {"awake": 0, "weights_offloaded": 2, "discard_all": 0}
         with pytest.raises(ValueError, match="/wake_up"):
             await rollouts.resume()
         waiting = Stream(dispatcher, "waiting", 20)

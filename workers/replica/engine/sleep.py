@@ -9,6 +9,13 @@ TAGS = ("weights", "kv_cache")
 _KEPT = "mode must be abort or wait: requests that are kept need their pages"
 
 
+def given_up(engine: Engine) -> list[str]:
+    """Return the tags of the memory that an engine is to take again before a step; none: the engine is awake."""
+    model, update = engine.executor.model, engine.executor.new_weights
+    lacks = update is not None and update.are_given_up, model is not None and model.pool.is_asleep
+    return [tag for tag, is_lacking in zip(TAGS, lacks, strict=True) if is_lacking]
+
+
 class Sleep:
     """The memory that an engine and its other ranks have given up. The engine is paused meanwhile."""
 
@@ -16,12 +23,10 @@ class Sleep:
         """`folder`: the weights of the start, None if they are in no file; `checkpoint`: their fingerprint."""
         self._engine, self._start = engine, (folder, checkpoint)
         self._update = engine.executor.new_weights
-        self._has_pages = True
 
     @property
     def lacks(self) -> list[str]:
-        """Return the tags of what is to be taken again before a step; none: the engine is awake."""
-        return ["weights"] * self._lacks_weights + ["kv_cache"] * (not self._has_pages)
+        return given_up(self._engine)
 
     def check(self, level: int, mode: str = "wait") -> None:
         """Raise ValueError where this replica cannot sleep so; the message names the field and the reason."""
@@ -42,14 +47,14 @@ class Sleep:
         if self._engine.scheduler.table.requests():
             raise ValueError(_KEPT)
         self.check(level)
-        if self._has_pages:
+        if "kv_cache" not in self.lacks:
             self._give_up_pages()
-        if level == 2 and self._update is not None and not self._lacks_weights:
+        if level == 2 and self._update is not None and "weights" not in self.lacks:
             self._update.give_up()
 
     def needs_weights(self, tags: Collection[str]) -> bool:
         """Return whether the weights are missing and `tags` name them, or name nothing: all is taken."""
-        return "weights" in (tags or TAGS) and self._lacks_weights
+        return "weights" in (tags or TAGS) and "weights" in self.lacks
 
     def read(self, tags: Collection[str]) -> None:
         """Read the weights if `tags` name them and they are missing. May run in any thread, before `wake`.
@@ -70,15 +75,10 @@ class Sleep:
         Weights that an update has read, or that `read` refused, are not those of `tags`: they are not put in place."""
         if self._update is not None and self.needs_weights(tags):
             self._update.put()
-        if "kv_cache" in (tags or TAGS) and not self._has_pages:
+        if "kv_cache" in (tags or TAGS) and "kv_cache" in self.lacks:
             if self._engine.gang is not None:
                 self._engine.gang.change_memory("take pages")
             self._engine.model.pool.wake()
-            self._has_pages = True
-
-    @property
-    def _lacks_weights(self) -> bool:
-        return self._update is not None and self._update.are_given_up
 
     @property
     def _files(self) -> tuple[Path | None, str]:
@@ -104,4 +104,3 @@ class Sleep:
         if engine.gang is not None:
             engine.gang.change_memory("give pages")
         model.pool.sleep()
-        self._has_pages = False

@@ -124,6 +124,7 @@ def test_scrape_has_all_metrics_of_dashboard_and_alerts(url: str) -> None:
         "crossdock_time_per_output_token_seconds",
         "crossdock_requests_refused_total",
         "crossdock_kv_cache_info",
+        "crossdock_sleep_level",
         "crossdock_step_tokens",
         "crossdock_prefill_tokens",
         "crossdock_request_phase_seconds",

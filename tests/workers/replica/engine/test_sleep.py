@@ -3,6 +3,7 @@
 import ctypes
 import gc
 import mmap
+import re
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.sleep import Sleep
+from crossdock.workers.replica.serving.metrics import EngineMetrics
 from crossdock.workers.schedule.submission import Submission
 from crossdock.workers.schedule.weight_version import WeightVersion
 from tests.workers.model.layers.test_fusion import needs_onednn, needs_own, needs_rounding
@@ -32,6 +34,12 @@ _LIBC = ctypes.CDLL(None)
 
 def tokens(engine: Engine) -> list[list[int]]:
     return served(engine, PROMPTS, 8, weights=engine.scheduler.weights.id)
+
+
+def state(engine: Engine) -> list[str]:
+    """Return the states of sleep that vLLM's metric shows for an engine."""
+    shown = EngineMetrics(engine).text("m")
+    return re.findall(r'^vllm:engine_sleep_state\{.*sleep_state="(\w+)"\} 1.0', shown, re.MULTILINE)
 
 
 def resident() -> int:
@@ -77,16 +85,18 @@ def test_memory_falls_while_asleep_and_tokens_after_it_are_those_of_the_last_wei
     before, sleep = tokens(engine), Sleep(engine, path, fingerprint(path))
     engine.model.pool.wait_for_memory()
     awake = resident()
+    assert state(engine) == ["awake"]
     sleep.sleep(1)
-    assert sleep.lacks == ["kv_cache"]
+    assert (sleep.lacks, state(engine)) == (["kv_cache"], ["weights_offloaded"])
     assert awake - resident() > 0.9 * POOL
     sleep.sleep(2)
-    assert sleep.lacks == ["weights", "kv_cache"]
+    assert (sleep.lacks, state(engine)) == (["weights", "kv_cache"], ["discard_all"])
     assert awake - resident() > 0.9 * POOL + 0.9 * least
     for tags in (["weights"], ["weights", "kv_cache"]):
         sleep.read(tags)
         sleep.wake(tags)
         assert sleep.lacks == ["kv_cache"] * (len(tags) == 1)
+    assert state(engine) == ["awake"]
     assert engine.pages.counts().cached == 0
     assert tokens(engine) == before
     sleep.sleep(2)

@@ -40,7 +40,7 @@ def replica() -> tuple[Controls, Weights]:
     weights = Weights()
     scheduler = SimpleNamespace(weights=WeightVersion(0, "", "", ""), is_paused=True, pause=lambda is_paused: None)
     scheduler.change_weights = lambda version: setattr(scheduler, "weights", version)
-    engine = SimpleNamespace(scheduler=scheduler, executor=SimpleNamespace(new_weights=weights))
+    engine = SimpleNamespace(scheduler=scheduler, executor=SimpleNamespace(model=None, new_weights=weights))
 
     async def call(work: Any) -> None:
         await asyncio.sleep(0)  # others have their turn, as while the thread works
