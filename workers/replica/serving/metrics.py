@@ -199,8 +199,11 @@ class EngineMetrics:
             self._chunks.observe(chunk.num_tokens)
             self._prompt_tokens.inc(chunk.num_tokens)
             self._chunk_wait.labels(timeline.slo.name).observe(chunk.waited_s)
-            if timeline.num_chunks == 1:
-                self._cached_tokens.inc(chunk.start)
+            # Tokens before a chunk were found, unless a chunk before this one had them: a prompt that is computed from
+            # its beginning while its end is loaded finds that end after its first chunk.
+            before = timeline.chunks[-2] if timeline.num_chunks > 1 else None
+            known = 0 if before is None else before.start + before.num_tokens
+            self._cached_tokens.inc(max(min(chunk.start, timeline.num_prompt_tokens) - known, 0))
         if progress.num_tokens:
             self._output_tokens.inc(progress.num_tokens)
         for timeline in progress.tokens:

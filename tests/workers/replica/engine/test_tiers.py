@@ -19,6 +19,7 @@ from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.serving.metrics import EngineMetrics
+from crossdock.workers.replica.serving.observed import ObservedEngine
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.submission import Submission
 from tests.waiting import eventually
@@ -89,6 +90,27 @@ def test_prompt_is_computed_from_its_beginning_while_it_is_loaded_from_its_end(t
             assert tiered.pages.counts().owned == 0
         assert first + second == expected
         assert sum(0 < count < 88 for count in cached) > 0, cached
+
+
+def test_each_token_of_a_prompt_whose_end_is_loaded_counts_as_computed_or_cached(tmp_path: Path) -> None:
+    with engine_on(model_of("llama"), 20, **settings_of("kv_cache_host_memory", tmp_path)) as engine:
+        answers(engine, PROMPTS)
+        engine.scheduler.learn(StepCost(base=0.0, per_prefill_token=1e-3), 1.0)
+        engine.scheduler.loading.tiers.tiers[0].load_s = 8e-3
+        observed, cached = ObservedEngine(engine), 0
+        for number, prompt in enumerate(PROMPTS):
+            submission = Submission(f"{number}", prompt, greedy(5))
+            engine.add(submission)
+            request = engine.scheduler.table.get(submission.id)
+            assert request is not None
+            observed.timelines.add(submission, request, 0.0, 0.0)
+            while engine.has_work:
+                observed.metrics.progressed(observed.stepped(engine.step()))
+            settle(engine)
+            cached += request.num_cached_tokens
+    sample = observed.metrics.registry.get_sample_value
+    assert sample("crossdock_cached_tokens_total") == cached > 0
+    assert sample("crossdock_prompt_tokens_total") == sum(map(len, PROMPTS)) - cached
 
 
 def test_prompt_with_a_picture_is_loaded_and_another_picture_is_not(tmp_path: Path) -> None:
