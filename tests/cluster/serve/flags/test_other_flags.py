@@ -155,6 +155,8 @@ def test_no_flag_of_the_table_is_unknown_to_all() -> None:
         (["--context_length=9"], "--context-length: use --max-model-len N"),
         (["--prefix-eviction", "value"], "--prefix-eviction: gone, leave it out: the least recently used page"),
         (["--enable-metrics"], "--enable-metrics: not needed: /metrics is always on"),
+        (["--runner", "pooling"], "--runner: not needed: a model that generates serves /v1/embeddings"),
+        (["--file-storage-path", "x"], "--file-storage-path: use --batch-folder DIR"),
         (["--trust-remote-code"], "--trust-remote-code: not supported: code that comes with a model"),
         (["--uno-lora-path", "x"], "--uno-lora-path: not supported: LoRA"),
         (["--ssl-keyfile", "a"], "--ssl-keyfile: use a gateway with TLS"),
