@@ -98,7 +98,7 @@ OF_REPLICAS = (
     _counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", Source(_CACHED)),
     _counter(
         "prompt_tokens_cached_by_source",
-        "Cached prompt tokens by where they were.",
+        "Cached prompt tokens. Pages of tiers and of other replicas count once they are on the device.",
         Source(_CACHED, fixed={"source": "device"}),
     ),
     _counter("prefix_cache_queries", "Prompt tokens looked up.", Source(_COMPUTED), Source(_CACHED)),
