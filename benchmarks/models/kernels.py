@@ -2,10 +2,8 @@
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/models/kernels.py --threads 1       # two minutes
 
-Prints milliseconds of whole layers, GFLOP/s and milliseconds of their products, and milliseconds per layer for
-attention: for all candidates, with the one that a server chooses and how many times slower than the best it is.
-`worst ratio` sums up each table. One kernel computes a whole layer, and the choice is by whole layers; the products are
-shown for comparison.
+Prints milliseconds of whole layers, and milliseconds per layer for attention: for all candidates, with the one that a
+server chooses and how many times slower than the best it is. `worst ratio` sums up each table.
 """
 
 import argparse
@@ -26,14 +24,7 @@ from crossdock.kernels.cpu.choice import KernelChoice
 from crossdock.kernels.cpu.cpu_attention import CpuAttention
 from crossdock.kernels.cpu.decoder import DecoderShape
 from crossdock.kernels.cpu.huge_pages import HugePages
-from crossdock.kernels.cpu.linear import (
-    FORMATS,
-    Weights,
-    linear_choice,
-    rounds_rows,
-    usable_kernels,
-    usable_packed_kernels,
-)
+from crossdock.kernels.cpu.linear import rounds_rows, usable_kernels, usable_packed_kernels
 from crossdock.kernels.cpu.packed_linear import CodeForm
 from crossdock.kernels.cpu.stack_choice import CHUNK_ROWS, CONTEXT, stack_cells, stack_choice
 from crossdock.kernels.options import Kernel
@@ -126,8 +117,8 @@ def attention(seconds: float) -> None:
         print(f"chosen for {heads} of {', '.join(kernels)}: {near}; deep in a prompt: {deep}")
 
 
-def layers(seconds: float, dtype: torch.dtype) -> KernelChoice:
-    """Time all layers of a step: decodes below 64 rows, one chunk from there. Return the choice of a server."""
+def layers(seconds: float, dtype: torch.dtype) -> None:
+    """Time all layers of a step: decodes below 64 rows, one chunk from there."""
     kernels = usable_kernels(dtype)
     choice = stack_choice(SHAPE, LAYERS, dtype, kernels)
     print(f"\nall layers of a step in {shown(dtype)}, ms; chosen: {choice}")
@@ -140,35 +131,6 @@ def layers(seconds: float, dtype: torch.dtype) -> KernelChoice:
         ratios.append(times[kernels.index(choice.at(rows))] / min(times))
         print(f"{'layers':8} {rows:5} {' '.join(f'{t:16.2f}' for t in times)} {verdict(times, choice, rows, kernels)}")
     print(f"worst ratio of layers, {shown(dtype)}: {max(ratios):.2f}")
-    return choice
-
-
-def linears(seconds: float, dtype: torch.dtype, chosen_layers: KernelChoice) -> None:
-    """Time the products of every shape by themselves, over as many weights as the model has."""
-    kernels = usable_kernels(dtype)
-    shapes = {"qkv": (960, 576), "o": (576, 576), "gate_up": (3072, 576), "down": (576, 1536), "head": (49152, 576)}
-    chosen_head = linear_choice("output projection", Weights(*shapes["head"], count=1), dtype, kernels)
-    print(f"\nproducts in {shown(dtype)}, GFLOP/s (ms of one); chosen for the head: {chosen_head}")
-    print(f"{'':8} {'rows':>5} " + " ".join(f"{kernel:>16}" for kernel in kernels) + "   chosen, chosen / best")
-    ratios: dict[str, list[float]] = {}
-    for name, (N, K) in shapes.items():
-        # As many copies as the model has layers: a weight that stays in the cache makes all of them too fast.
-        count = 1 if name == "head" else LAYERS
-        weights = [torch.randn(N, K, dtype=torch.bfloat16).to(dtype) for _ in range(count)]
-        formats = [[FORMATS[kernel](w) for w in weights] for kernel in kernels]
-        for rows in ROWS:
-            if name == "head" and rows > 64:
-                continue
-            x = torch.randn(rows, K, dtype=dtype)
-            least = milliseconds(seconds, *(partial(linear, x) for linears in formats for linear in linears))
-            times = [min(least[i * count : (i + 1) * count]) for i in range(len(kernels))]
-            cells = " ".join(f"{2e-6 * rows * N * K / t:7.0f} ({t:6.3f})" for t in times)
-            choice = chosen_head if name == "head" else chosen_layers
-            print(f"{name:8} {rows:5} {cells} {verdict(times, choice, rows, kernels)}")
-            group = "the head" if name == "head" else "the layers' products"
-            ratios.setdefault(group, []).append(times[kernels.index(choice.at(rows))] / min(times))
-    for group, found in ratios.items():
-        print(f"worst ratio of {group}, {shown(dtype)}: {max(found):.2f}")
 
 
 def packed(seconds: float, dtype: torch.dtype) -> None:
@@ -220,7 +182,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=0.4, help="per measurement")
-    parser.add_argument("--only", choices=["attention", "linears", "packed"])
+    parser.add_argument("--only", choices=["attention", "layers", "packed"])
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of packed products")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -231,9 +193,9 @@ def main() -> None:
             packed(arguments.seconds, getattr(torch, arguments.dtype))
         if arguments.only in (None, "attention"):
             attention(arguments.seconds)
-        if arguments.only in (None, "linears"):
+        if arguments.only in (None, "layers"):
             for dtype in (torch.bfloat16, torch.float32):
-                linears(arguments.seconds, dtype, layers(arguments.seconds, dtype))
+                layers(arguments.seconds, dtype)
 
 
 if __name__ == "__main__":
