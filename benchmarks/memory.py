@@ -1,10 +1,10 @@
-"""How much memory does `crossdock serve` take, process by process, and where do the seconds of its start go?
+"""How much memory does `crossdock serve` take, process by process, and how long does it take to start?
 
     python benchmarks/memory.py                       # about a minute
     python benchmarks/memory.py --repeats 3 --crossdock-option=--cpu-kernels=onednn
 
-Starts `crossdock serve` on a free port. Prints the seconds until `/ready` by phase; then, after a few requests, the
-memory of each process in MiB. Pages that several processes share count once (PSS). `private` is what no other process
+Starts `crossdock serve` on a free port. Prints the seconds and CPU seconds until `/ready`; then, after a few requests,
+the memory of each process in MiB. Pages that several processes share count once (PSS). `private` is what no other process
 has; the rest is mostly libraries that all of Python's processes map.
 """
 
@@ -13,10 +13,12 @@ import os
 import sys
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import httpx
@@ -33,7 +35,7 @@ from servers import (
 )
 from tables import Row, hardware, medians, table, today, write
 
-LOOK_S = 0.05  # between two looks for new processes
+LOOK_S = 0.05  # between two looks at /ready
 MIB = 2**20
 TITLES = {  # role: text in the command line of its process, the first that is found
     "raylet": "raylet/raylet",
@@ -72,43 +74,18 @@ def memory_by_role(processes: set[int]) -> dict[str, Row]:
     return dict(sorted(found.items(), key=lambda item: -item[1]["PSS"]))
 
 
-class Watch:
-    """The moments of a start, in seconds since the command was run."""
-
-    def __init__(self) -> None:
-        self._started = time.monotonic()
-        self.moments: dict[str, float] = {}
-        self.cpu: dict[str, float] = {}  # seconds of CPU time until ready, by role
-
-    def note(self, moment: str) -> None:
-        """Note a moment, once."""
-        self.moments.setdefault(moment, round(time.monotonic() - self._started, 2))
-
-    def note_cpu(self, processes: set[int]) -> None:
-        """Note the CPU time of each role so far, with that of children that have ended."""
-        for pid in processes:
-            self.cpu[role_of(pid)] = self.cpu.get(role_of(pid), 0.0) + cpu_seconds([pid])
-
-
 @contextmanager
-def started(args: argparse.Namespace, log: Path, watch: Watch) -> Iterator[Callable[[], set[int]]]:
-    """Start a server, and yield a function that returns the ids of its processes, once `/ready` answers 200."""
-    mark, command = uuid.uuid4().hex, crossdock_command(args)
-    begin = log.stat().st_size if log.exists() else 0
-    process = launch(command, log, mark)
+def started(args: argparse.Namespace) -> Iterator[tuple[float, Callable[[], set[int]]]]:
+    """Start a server. Yield the seconds until `/ready` answers 200, and a function that returns its processes' ids."""
+    log, mark, began = log_of(args, "crossdock"), uuid.uuid4().hex, time.monotonic()
+    process = launch(crossdock_command(args), log, mark)
     try:
         with httpx.Client(base_url=f"http://127.0.0.1:{args.port}", timeout=5) as http:
             while not _is_ready(http):
                 if process.poll() is not None:
                     raise RuntimeError(f"the server ended with {process.returncode} before it was ready; see {log}")
-                if "Starting:" in log.read_text()[begin:]:
-                    watch.note("driver: imports, configuration")
-                for pid in processes_of(process.pid, mark):
-                    watch.note(role_of(pid))
                 time.sleep(LOOK_S)
-        watch.note("ready")
-        watch.note_cpu(processes_of(process.pid, mark))
-        yield lambda: processes_of(process.pid, mark)
+        yield time.monotonic() - began, lambda: processes_of(process.pid, mark)
     finally:
         end(process, mark)
 
@@ -138,18 +115,12 @@ def use(address: str) -> dict[str, Any]:
     return replica
 
 
-def phases(moments: dict[str, float], replica: dict[str, Any]) -> Row:
-    """Return the second of the start at which each phase ended, in order of time."""
-    wanted = ("driver: imports, configuration", "raylet", "controller", "ingress", "replica", "ready")
-    found = {name: moments[name] for name in wanted if name in moments}
-    start = replica["machine"].get("start_s", {})
-    return dict(sorted(found.items(), key=lambda item: item[1])) | {f"replica: {name}": s for name, s in start.items()}
-
-
-def measure(args: argparse.Namespace) -> tuple[Row, dict[str, Row]]:
-    """Start a server once. Return the seconds of its start, and the memory by role."""
-    watch = Watch()
-    with started(args, log_of(args, "crossdock"), watch) as processes:
+def measure(args: argparse.Namespace) -> tuple[float, dict[str, Row]]:
+    """Start a server once. Return the seconds until it was ready, and memory and CPU time by role."""
+    with started(args) as (seconds, processes):
+        cpu: Row = defaultdict(float)
+        for pid in processes():
+            cpu[role_of(pid)] += cpu_seconds([pid])
         replica = use(f"http://127.0.0.1:{args.port}")
         time.sleep(args.settle)
         roles = memory_by_role(processes())
@@ -162,10 +133,10 @@ def measure(args: argparse.Namespace) -> tuple[Row, dict[str, Row]]:
     }
     roles["weights, once"], roles["KV pages, all"] = {"PSS": weights}, {"PSS": pool}
     roles["all but weights and KV pages"] = {"PSS": total - weights - pool}
-    for role, seconds in watch.cpu.items():
-        roles.setdefault(role, {})["CPU s until ready"] = seconds
-    roles["all"]["CPU s until ready"] = sum(watch.cpu.values())
-    return phases(watch.moments, replica), roles
+    for role, own in cpu.items():
+        roles.setdefault(role, {})["CPU s until ready"] = own
+    roles["all"]["CPU s until ready"] = sum(cpu.values())
+    return seconds, roles
 
 
 def main() -> None:
@@ -176,12 +147,11 @@ def main() -> None:
     add_server_options(parser, "memory", 18420)
     args = parser.parse_args()
     measured = [measure(args) for _ in range(args.repeats)]
-    start = medians([seconds for seconds, _ in measured])
+    ready = median(seconds for seconds, _ in measured)
     roles = {name: medians([found.get(name, {}) for _, found in measured]) for name in measured[0][1]}
     text = f"{today()}, {hardware()}; load {os.getloadavg()[0]:.1f}; {' '.join(sys.argv[1:])}\n\n"
-    text += table({name: {"s": seconds} for name, seconds in start.items()}, "start")
-    text += "\n" + table(roles, "PSS, anonymous, private: MiB")
-    write(args.output, text, {"start": start, "memory": roles, "all": measured})
+    text += f"ready after {ready:.2f} s\n\n{table(roles, 'PSS, anonymous, private: MiB')}"
+    write(args.output, text, {"ready_s": ready, "memory": roles, "all": measured})
 
 
 if __name__ == "__main__":
