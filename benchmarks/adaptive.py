@@ -1,13 +1,11 @@
 """Do adaptive chunks serve more requests within their targets than fixed token budgets? Crossdock against itself.
 
     python benchmarks/adaptive.py --duration 40 --repeats 1   # three mixes of chats and 4k-16k prompts: 25 minutes
-    python benchmarks/adaptive.py --short-vs-long             # short requests beside a 16k prompt: 15 minutes
 
 The setting vllm-default is vLLM's default scheduling, at its default budget: first come first served, and no request
 names a class. Each request counts for the class that it names under the other settings.
 
 Prints a table for each mix: the share of good requests, their rate, gaps and times to first token of each SLO class.
-With --short-vs-long: the time to first token of short requests, alone and while a long prompt is prefilled.
 
 The mixes' rates are for a replica that prefills 1,000 tokens per second alone. On another machine give --load the
 thousands that it prefills: with less load than it can serve, every setting is good.
@@ -34,7 +32,6 @@ from tables import Row, cell, markdown, quantiles
 from crossdock.cluster.bench.metrics import DEFAULT_TARGETS, Targets, parse_targets
 from crossdock.cluster.bench.mix import MIXES
 from crossdock.cluster.bench.run import BenchOptions, run_bench
-from crossdock.cluster.bench.workloads import Interference
 from crossdock.workers.model.weights.checkpoint import default_model_dir
 
 CONTEXT = 17_408  # tokens: the longest prompt of a mix and its answer
@@ -50,13 +47,6 @@ POLICIES = {  # flags of `crossdock serve` by the name of the setting
     ),
 }
 WITHOUT_CLASSES = ("vllm-default",)  # settings under which requests name no class
-ORDERS = {  # with admission queue: short requests that FCFS makes wait are measured, not refused
-    "adaptive-response-ratio": (
-        *("--chunk-policy", "adaptive", "--prefill-order", "response_ratio"),
-        *("--admission", "queue"),
-    ),
-    "fixed-fcfs": ("--chunk-policy", "fixed", "--prefill-order", "fcfs", "--admission", "queue"),
-}
 
 
 def stretched(model: Path, context: int, target: Path) -> Path:
@@ -88,12 +78,6 @@ def measure_mix(name: str, setting: str, address: str, args: argparse.Namespace)
     return asyncio.run(run_bench(options)).summary
 
 
-def measure_short(address: str, args: argparse.Namespace) -> dict[str, Any]:
-    plan = Interference(long_prompts=args.long_prompts, long_prompt_tokens=args.long_prompt_tokens)
-    options = BenchOptions(url=address, workload="short-vs-long", interference=plan, seed=args.seed, timeout=1800.0)
-    return asyncio.run(run_bench(options)).summary
-
-
 def mix_figures(summary: Mapping[str, Any]) -> Row:
     """Return the figures of the table: shares in percent, times in milliseconds."""
     row = _good("all", summary["slo"]["goodput"])
@@ -108,18 +92,6 @@ def mix_figures(summary: Mapping[str, Any]) -> Row:
     }
     row |= {name: value for name, value in found.items() if value is not None}
     return row | {"refused": summary["requests_refused"], "failed": summary["requests_failed"]}
-
-
-def short_figures(summary: Mapping[str, Any]) -> Row:
-    """Return the figures of the table; times in milliseconds."""
-    figures = summary["short_vs_long"]
-    return {
-        **quantiles("quiet", figures["quiet_ttft_ms"]),
-        **quantiles("short", figures["short_ttft_ms"]),
-        **quantiles("long", figures["long_ttft_ms"]),
-        "count": figures["short_ttft_ms"]["count"],
-        "failed": summary["requests_failed"],
-    }
 
 
 def _good(name: str, goodput: Mapping[str, Any]) -> Row:
@@ -145,16 +117,6 @@ def mix_table(rows: Mapping[str, Row], targets: Targets) -> str:
         cells += [cell(row.get("interactive gap p99")), *(_p50_p99(row, f"{name} TTFT") for name in classes)]
         cells += [cell(row.get("prefill")), _pair(row, "error p50", " %", "error p90", " %")]
         lines.append([*cells, _pair(row, "refused", "", "failed", ""), cell(row.get("others CPU %"))])
-    return markdown(lines)
-
-
-def short_table(rows: Mapping[str, Row]) -> str:
-    """Return one row per setting."""
-    head = ["setting", "short TTFT quiet p50 / p99", "short TTFT while prefilling p50 / p99", "short requests"]
-    lines = [[*head, "long TTFT p50", "failed", "others CPU %"]]
-    for setting, row in rows.items():
-        cells = [setting, _p50_p99(row, "quiet"), _p50_p99(row, "short"), cell(row.get("count"))]
-        lines.append([*cells, cell(row.get("long p50")), cell(row.get("failed")), cell(row.get("others CPU %"))])
     return markdown(lines)
 
 
@@ -190,17 +152,13 @@ def _pair(row: Row, left: str, left_unit: str, right: str, right_unit: str) -> s
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path, help="Hugging Face directory (default: the stretched default)")
-    parser.add_argument("--short-vs-long", action="store_true", help="measure this instead of the mixes")
-    names = [*POLICIES, *ORDERS]
-    parser.add_argument("--settings", nargs="+", choices=names, default=names)
+    parser.add_argument("--settings", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--mixes", nargs="+", choices=MIXES, default=list(MIXES))
     parser.add_argument(
         "--load", type=float, default=1.0, help="arrivals, as a multiple of the mix's own rate (default: %(default)s)"
     )
     parser.add_argument("--duration", type=float, default=120.0, help="seconds of arrivals, per mix and setting")
     parser.add_argument("--slo", action="append", default=[], metavar="CLASS=ttft:MS,tpot:MS", help="other targets")
-    parser.add_argument("--long-prompts", type=int, default=3, help="short-vs-long: how many, one after the other")
-    parser.add_argument("--long-prompt-tokens", type=int, default=16_384)
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     add_server_options(parser, "adaptive", 8412)
@@ -208,10 +166,7 @@ def parse_args() -> argparse.Namespace:
 
 
 def measure(args: argparse.Namespace, setting: str, server: RunningServer) -> Iterator[tuple[str, Row]]:
-    """Yield the figures of each mix, or of short-vs-long."""
-    if args.short_vs_long:
-        yield "short-vs-long", short_figures(measure_short(server.address, args))
-        return
+    """Yield the figures of each mix."""
     for mix in args.mixes:
         yield mix, mix_figures(measure_mix(mix, setting, server.address, args))
 
@@ -219,17 +174,14 @@ def measure(args: argparse.Namespace, setting: str, server: RunningServer) -> It
 def main() -> None:
     args = parse_args()
     targets = parse_targets(args.slo)
-    settings = ORDERS if args.short_vs_long else POLICIES
-    names = [name for name in settings if name in args.settings]
+    names = [name for name in POLICIES if name in args.settings]
     with tempfile.TemporaryDirectory() as folder:
         if args.model is None:
             model = default_model_dir()
             args.model = stretched(model, CONTEXT, Path(folder) / f"{model.name}-{CONTEXT}")
-        passes = in_turn(names, args, lambda name, _: crossdock_command(args, *settings[name]), partial(measure, args))
+        passes = in_turn(names, args, lambda name, _: crossdock_command(args, *POLICIES[name]), partial(measure, args))
 
     def show(part: str, rows: Mapping[str, Row]) -> str:
-        if args.short_vs_long:
-            return f"**{part}**, {args.long_prompt_tokens:,}-token prompts:\n\n{short_table(rows)}"
         return f"**{part}**, {args.duration:.0f} s of arrivals:\n\n{mix_table(rows, targets)}\n{verdict(rows)}\n"
 
     report(args, "times in ms", passes, show)

@@ -17,7 +17,7 @@ adaptive = script("adaptive")
 
 
 def test_flags_of_every_setting_are_flags_of_serve(adaptive: ModuleType) -> None:
-    for flags in (adaptive.POLICIES | adaptive.ORDERS).values():
+    for flags in adaptive.POLICIES.values():
         result = CliRunner().invoke(cli.app, ["config", *flags])
         assert result.exit_code == 0, result.output
     assert list(adaptive.POLICIES) == ["adaptive", "fixed-512", "fixed-2048", "fixed-8192", "vllm-default"]
