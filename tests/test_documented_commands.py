@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
 FENCE = re.compile(r"^```sh\n(.*?)^```", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"(?<!`)`(crossdock [^`]+)`(?!`)")
+SCRIPT = re.compile(r"(?<!`)`((?:\w+=\w+ )?python benchmarks/[^`…]+)`(?!`)")
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
 KEYWORDS = {"do", "done", "then", "fi", "for", "if"}  # of the shell
@@ -134,6 +135,8 @@ def page_problems(page: Path) -> Iterator[str]:
             yield from (f"{' '.join(command)}: {problem}" for problem in problems(command))
     for code in INLINE.findall(text):
         yield from (f"{code}: {problem}" for problem in _inline_problems(code))
+    for code in SCRIPT.findall(text):
+        yield from (f"{code}: {problem}" for command in commands(code) for problem in problems(command))
     for link, anchor in LINK.findall(FENCE.sub("", text)):
         target = page.parent / link if link else page
         if "://" in link:
@@ -179,6 +182,15 @@ def test_planted_links_are_reported(tmp_path: Path) -> None:
         "link to b.md#c",
         "link to #two",
     ]
+
+
+def test_planted_script_within_a_line_is_reported(tmp_path: Path) -> None:
+    page = tmp_path / "a.md"
+    page.write_text(
+        "`X=1 python benchmarks/weights.py --absent`, `python benchmarks/weights.py`, `old.py --x` of `1ab`\n"
+    )
+    (problem,) = page_problems(page)
+    assert "has no --absent" in problem
 
 
 def test_front_page_has_commands() -> None:
