@@ -2,8 +2,8 @@
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/models/kernels.py --threads 1       # two minutes
 
-Prints milliseconds of whole layers, and milliseconds per layer for attention: for all candidates, with the one that a
-server chooses and how many times slower than the best it is. `worst ratio` sums up each table.
+Prints milliseconds of all layers of a step for all candidates, with the one that a server chooses and how many times
+slower than the best it is; then of packed weights, beside the time that the memory and the products allow.
 """
 
 import argparse
@@ -17,11 +17,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tables
 
 import torch
 from tables import hardware
-from torch import Tensor
 
-from crossdock.kernels.attention import AttentionBatch, reference_paged_attention
 from crossdock.kernels.cpu.choice import KernelChoice
-from crossdock.kernels.cpu.cpu_attention import CpuAttention
 from crossdock.kernels.cpu.decoder import DecoderShape
 from crossdock.kernels.cpu.huge_pages import HugePages
 from crossdock.kernels.cpu.linear import rounds_rows, usable_kernels, usable_packed_kernels
@@ -29,7 +26,7 @@ from crossdock.kernels.cpu.packed_linear import CodeForm
 from crossdock.kernels.cpu.stack_choice import CHUNK_ROWS, CONTEXT, stack_cells, stack_choice
 from crossdock.kernels.options import Kernel
 
-HEADS, KV_HEADS, HEAD_DIM, PAGE_SIZE, LAYERS = 9, 3, 64, 16, 30
+HEADS, KV_HEADS, HEAD_DIM, LAYERS = 9, 3, 64, 30
 SHAPE = DecoderShape(
     hidden=576,
     num_heads=HEADS,
@@ -61,60 +58,8 @@ def milliseconds(seconds: float, *functions: Callable[[], object]) -> list[float
     return [1e3 * t for t in best]
 
 
-def batch_of(lengths: list[tuple[int, int]], dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, AttentionBatch]:
-    """Return queries, keys and values of one layer of a pool, and the batch, for (query_len, kv_len) per sequence."""
-    per_sequence = [-(-kv // PAGE_SIZE) for _, kv in lengths]
-    layers = 4  # enough that neighbours in the pool are not neighbours of a layer
-    pool = torch.randn(sum(per_sequence), KV_HEADS, layers, 2, PAGE_SIZE, HEAD_DIM, dtype=dtype)
-    ids = torch.randperm(sum(per_sequence)).int().split(per_sequence)
-    table = torch.nn.utils.rnn.pad_sequence(list(ids), batch_first=True)
-    starts = torch.tensor([0, *[q for q, _ in lengths]]).cumsum(0).int()
-    slots = torch.cat(
-        [
-            (ids[s].long() * PAGE_SIZE).repeat_interleave(PAGE_SIZE)[kv - q : kv] + torch.arange(kv - q, kv) % PAGE_SIZE
-            for s, (q, kv) in enumerate(lengths)
-        ]
-    )
-    kv_len = torch.tensor([kv for _, kv in lengths]).int()
-    q = torch.randn(int(starts[-1]), HEADS, HEAD_DIM, dtype=dtype)
-    longest = max(q for q, _ in lengths), max(kv for _, kv in lengths)
-    decodes = next((s for s, (q, _) in enumerate(lengths) if q > 1), len(lengths))
-    return q, pool[:, :, 1, 0], pool[:, :, 1, 1], AttentionBatch(starts, kv_len, table, slots, *longest, decodes)
-
-
 def shown(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.").replace("bfloat", "bf").replace("float", "fp")
-
-
-def attention(seconds: float) -> None:
-    print(f"\nattention, ms per layer ({HEADS} q / {KV_HEADS} kv heads of {HEAD_DIM}, pages of {PAGE_SIZE})")
-    print("own: attention.cpp; torch: flash attention over gathered keys for chunks; reference: gathers and masks")
-    print(f"{'batch':36} {'dtype':5} {'reference':>9} {'torch':>9} {'own':>9} {'chosen':>9} chosen / best")
-    library, own, chosen = (CpuAttention(setting) for setting in ("torch", "own", "auto"))
-    ratios = []
-    for name, lengths in {
-        "decode 1 at 1024": [(1, 1024)],
-        "decode 8 at 1024": [(1, 1024)] * 8,
-        "decode 32 at 1024": [(1, 1024)] * 32,
-        "decode 1 at 8192": [(1, 8192)],
-        "prefill 64": [(64, 64)],
-        "prefill 512": [(512, 512)],
-        "prefill 2048": [(2048, 2048)],
-        "chunk 64 at 4096": [(64, 4096)],
-        "chunk 256 at 4096": [(256, 4096)],
-        "chunk 256 at 2048 + decode 16 at 512": [(256, 2048), *[(1, 512)] * 16],
-    }.items():
-        for dtype in (torch.bfloat16, torch.float32):
-            arguments = batch_of(lengths, dtype)
-            attend = [reference_paged_attention, *(kernel.paged_attention for kernel in (library, own, chosen))]
-            calls = [partial(function, *arguments, scale=HEAD_DIM**-0.5) for function in attend]
-            times = milliseconds(seconds, *calls)
-            cells = " ".join(f"{t:9.3f}" for t in times)
-            ratios.append(times[3] / min(times[1:3]))
-            print(f"{name:36} {shown(dtype):5} {cells} {ratios[-1]:6.2f}")
-    print(f"worst ratio of attention: {max(ratios):.2f}")
-    for (heads, kernels), (near, deep) in chosen.chosen():
-        print(f"chosen for {heads} of {', '.join(kernels)}: {near}; deep in a prompt: {deep}")
 
 
 def layers(seconds: float, dtype: torch.dtype) -> None:
@@ -182,7 +127,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--seconds", type=float, default=0.4, help="per measurement")
-    parser.add_argument("--only", choices=["attention", "layers", "packed"])
+    parser.add_argument("--only", choices=["layers", "packed"])
     parser.add_argument("--dtype", choices=["bfloat16", "float32"], default="bfloat16", help="of packed products")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
@@ -191,8 +136,6 @@ def main() -> None:
     with torch.inference_mode():
         if arguments.only in (None, "packed"):
             packed(arguments.seconds, getattr(torch, arguments.dtype))
-        if arguments.only in (None, "attention"):
-            attention(arguments.seconds)
         if arguments.only in (None, "layers"):
             for dtype in (torch.bfloat16, torch.float32):
                 layers(arguments.seconds, dtype)
