@@ -4,8 +4,8 @@
     python benchmarks/memory.py --repeats 3 --crossdock-option=--cpu-kernels=onednn
 
 Starts `crossdock serve` on a free port. Prints the seconds and CPU seconds until `/ready`; then, after a few requests,
-the memory of each process in MiB. Pages that several processes share count once (PSS). `private` is what no other process
-has; the rest is mostly libraries that all of Python's processes map.
+the memory of each process in MiB. Pages that several processes share count once (PSS). `private` is what no other
+process has; the rest is mostly libraries that all of Python's processes map.
 """
 
 import argparse

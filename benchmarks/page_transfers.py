@@ -1,12 +1,22 @@
-"""Transfers of scattered pages between the docks of two processes on this machine: this one receives, a child sends.
+"""How fast are KV pages transferred between two processes on this machine, by transport and size of page?
 
-A page is one descriptor (equal shards). Source and target pages are scattered, so that no two can be merged.
+    python benchmarks/page_transfers.py --repeats 9 --mebibytes 32          # three transports, five sizes: 2 minutes
+
+Prints GB/s (median and best), µs per page, CPU seconds per GB and the milliseconds of the last page; then the time of
+one chunk, and the CPU share of a dock that is idle or waits.
+
+Each repeat is a whole transfer between the docks of two processes: this one receives, a child sends. Its seconds are
+from the first write until the target (TCP) or UCX (NIXL) reports that all pages have arrived. A page is one descriptor
+(equal shards). Source and target pages are scattered, so that no two can be merged.
 """
 
+import argparse
 import json
+import os
 import queue
 import random
 import resource
+import statistics
 import subprocess
 import sys
 import time
@@ -20,8 +30,12 @@ from crossdock.kvtransfer.dock import Dock
 from crossdock.kvtransfer.events import Arrived, Committed, Event, Failed, Released
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, PoolSpec
 from crossdock.kvtransfer.records import GroupPages
-from crossdock.kvtransfer.transport import Memory, Transport
+from crossdock.kvtransfer.transport import Memory, Transport, TransportUnavailable
 
+SMOLLM2 = PoolLayout((LayerShape(3, 64, 64),) * 30, 16, 2)
+CHUNK_PAGES = 32  # 512 tokens
+PAGE_BYTES = [4 << 10, 16 << 10, 64 << 10, SMOLLM2.page_bytes, 1 << 20]
+TRANSPORTS = ["tcp", "nixl tcp", "nixl tcp,cma"]
 TIMEOUT_S = 60.0  # of one transfer
 Events = queue.SimpleQueue[Event]
 Check = Callable[[Any, list[int], list[int]], None]  # of the pool, and the ids of source and target pages
@@ -123,7 +137,7 @@ def receive(
 
     `check` is called with the pool after each transfer.
     """
-    command = [sys.executable, __file__, kind, str(page_bytes), str(num_pages), str(repeats), device]
+    command = [sys.executable, __file__, "--send", kind, str(page_bytes), str(num_pages), str(repeats), device]
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
     assert child.stdin is not None
     assert child.stdout is not None
@@ -154,5 +168,49 @@ def receive(
             dock.close()
 
 
+def report(kind: str, repeats: int, mebibytes: int) -> None:
+    try:
+        make_transport(kind).close()
+    except TransportUnavailable as error:
+        print(f"{kind:<14}{error}")
+        return
+    for page_bytes in PAGE_BYTES:
+        num_pages = max(2, min(4096, (mebibytes << 20) // page_bytes))
+        figures = receive(kind, page_bytes, num_pages, repeats)
+        num_bytes = page_bytes * (num_pages - 1)
+        seconds, best = statistics.median(figures["seconds"]), min(figures["seconds"])
+        cpu, handover = statistics.median(figures["cpu"]), statistics.median(figures["handover"])
+        print(
+            f"{kind:<14}{page_bytes:>9}{num_pages:>7}{num_bytes / seconds / 1e9:>8.2f}{num_bytes / best / 1e9:>7.2f}"
+            f"{seconds / (num_pages - 1) * 1e6:>9.1f}{cpu / num_bytes * 1e9:>10.2f}{handover * 1e3:>8.2f} ms",
+            flush=True,
+        )
+    figures = receive(kind, SMOLLM2.page_bytes, CHUNK_PAGES + 1, repeats)
+    chunk = statistics.median(figures["seconds"]) * 1e3
+    idle, waiting = figures["idle"] * 100, figures["waiting"] * 100
+    print(f"{kind:<14}a chunk of 512 tokens of SmolLM2-135M ({CHUNK_PAGES} pages): {chunk:.1f} ms")
+    print(f"{kind:<14}CPU: {idle:.1f} % of a core idle, {waiting:.1f} % while a transfer waits", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--mebibytes", type=int, default=32, help="per transfer")
+    parser.add_argument("--transport", help=argparse.SUPPRESS)
+    parser.add_argument("--send", nargs=5, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.send:
+        kind, *sizes, device = arguments.send
+        send(kind, *map(int, sizes), device=device)
+    elif arguments.transport:
+        report(arguments.transport, arguments.repeats, arguments.mebibytes)
+    else:
+        print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {arguments.mebibytes} MiB per transfer")
+        head = f"{'transport':<14}{'page':>9}{'pages':>7}{'GB/s':>8}{'best':>7}{'us/page':>9}{'CPU s/GB':>10}"
+        print(f"{head}{'last page':>11}", flush=True)
+        for kind in TRANSPORTS:  # a process each: UCX reads its settings once
+            subprocess.run([sys.executable, *sys.argv, "--transport", kind], check=True)
+
+
 if __name__ == "__main__":
-    send(sys.argv[1], *map(int, sys.argv[2:5]), device=sys.argv[5])
+    main()

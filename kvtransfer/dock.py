@@ -55,7 +55,7 @@ _FAILED_POLL_SECONDS = 0.1  # pause after a failed poll
 _PAUSE_SHARE = 0.125
 """Pause between two polls while a transfer is open, as a share of the time since the last event. So an event is noticed
 late by at most this share of the time it took to come, and a transfer whose prompt is still being computed costs few
-polls. `python benchmarks/kvtransfer.py` measures both."""
+polls. `python benchmarks/page_transfers.py` measures both."""
 _MAX_PAUSE_SECONDS = 0.005
 _Partner: TypeAlias = tuple[Peer, tuple[int, ...]]
 """A rank of the other replica, and the bytes of a page of each group of layers that one of the two writes."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
-_BATCH_BYTES = 1 << 20  # per system call; 4 MiB saved no CPU time (benchmarks/kvtransfer.py, 2 cores, loopback)
+_BATCH_BYTES = 1 << 20  # per system call; 4 MiB saved no CPU time (benchmarks/page_transfers.py, 2 cores, loopback)
 _BATCH_BUFFERS = 64
 _TURN_BYTES = 8 << 20  # per connection and poll, so that other connections get their turn
 
