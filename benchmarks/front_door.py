@@ -17,16 +17,9 @@ import tempfile
 from collections import defaultdict
 from pathlib import Path
 
-from servers import (
-    RunningServer,
-    add_server_options,
-    command_line,
-    cpu_seconds,
-    crossdock_command,
-    log_of,
-    serving,
-)
-from tables import hardware, markdown, today
+from memory import role_of
+from servers import RunningServer, add_server_options, cpu_seconds, crossdock_command, log_of, serving
+from tables import Row, hardware, table, today
 from transformers import AutoTokenizer
 
 from crossdock.workers.model.weights.checkpoint import default_model_dir
@@ -37,13 +30,6 @@ from fleet import tiny_model
 LENGTH = 128  # tokens of an answer
 WORDS = "The quick brown fox jumps over the lazy dog and runs away from the old grey house by the river. "
 CHAT = {"messages": [{"role": "user", "content": WORDS}], "ignore_eos": True}
-PROCESSES = {  # what a process is, by what its command line contains; the first that fits
-    "ingress": ("ServeReplica:crossdock:ingress", "vllm serve", "APIServer"),
-    "engine": ("ServeReplica", "EngineCore"),
-    "controller": ("ServeController",),
-    "GCS": ("gcs_server",),
-    "raylet": ("raylet",),
-}
 
 
 async def send(address: str, length: int, times: int) -> None:
@@ -65,36 +51,31 @@ async def send(address: str, length: int, times: int) -> None:
     writer.close()
 
 
-def usage(server: RunningServer) -> dict[str, float]:
-    """Return the CPU time of the processes of a server, by kind of process, in seconds."""
-    sums: dict[str, float] = defaultdict(float)
+def usage(server: RunningServer) -> Row:
+    """Return the CPU time of the processes of a server, by role, in seconds."""
+    sums: Row = defaultdict(float)
     for pid in server.processes:
-        line = command_line(pid)
-        kind = next((kind for kind, marks in PROCESSES.items() if any(mark in line for mark in marks)), "other")
-        sums[kind] += cpu_seconds([pid])
+        sums[role_of(pid)] += cpu_seconds([pid])
     return sums
 
 
-async def measure(server: RunningServer, args: argparse.Namespace) -> list[list[str]]:
-    rows = []
+async def measure(server: RunningServer, args: argparse.Namespace) -> dict[str, Row]:
+    """Return the CPU time by role, for each number of streams and for requests of one token."""
+    rows = {}
     for num_streams in map(int, args.streams.split(",")):
         times = max(1, args.tokens // (num_streams * LENGTH))
-        seconds = await _seconds(server, LENGTH, num_streams, times)
-        rows.append([f"{num_streams} streams, µs a token", *_cells(seconds, 1e6 / (num_streams * times * LENGTH))])
-    seconds = await _seconds(server, 1, 8, args.requests // 8)
-    rows.append(["ms a request of one token", *_cells(seconds, 1e3 / (args.requests // 8 * 8))])
+        factor = 1e6 / (num_streams * times * LENGTH)
+        rows[f"{num_streams} streams, µs a token"] = await _used(server, LENGTH, num_streams, times, factor)
+    times = args.requests // 8
+    rows["ms a request of one token"] = await _used(server, 1, 8, times, 1e3 / (8 * times))
     return rows
 
 
-async def _seconds(server: RunningServer, length: int, num_streams: int, times: int) -> dict[str, float]:
+async def _used(server: RunningServer, length: int, num_streams: int, times: int, factor: float) -> Row:
     await send(server.address, length, 2)
     before = usage(server)
     await asyncio.gather(*(send(server.address, length, times) for _ in range(num_streams)))
-    return {kind: seconds - before[kind] for kind, seconds in usage(server).items()}
-
-
-def _cells(seconds: dict[str, float], factor: float) -> list[str]:
-    return [f"{seconds.get(kind, 0.0) * factor:.3g}" for kind in (*PROCESSES, "other")]
+    return {role: factor * (seconds - before[role]) for role, seconds in usage(server).items()}
 
 
 def main() -> None:
@@ -118,7 +99,7 @@ def main() -> None:
             with serving(name, command, args, log_of(args, name)) as server:
                 rows = asyncio.run(measure(server, args))
             print(f"\n{name}; {hardware()}, {today()}\n")
-            print(markdown([["requests", *PROCESSES, "other"], *rows]), flush=True)
+            print(table(rows, "requests"), flush=True)
 
 
 if __name__ == "__main__":

@@ -52,6 +52,8 @@ TITLES = {  # role: text in the command line of its process, the first that is f
     "log monitor": "log_monitor.py",
     "dashboard": "dashboard/dashboard.py",
     "driver": "crossdock serve",
+    "API server of vLLM": "vllm serve",
+    "engine of vLLM": "EngineCore",
 }
 
 
