@@ -84,22 +84,11 @@ def mix_figures(summary: Mapping[str, Any]) -> Row:
     for name, figures in summary["slo"]["classes"].items():
         row |= _good(name, figures["goodput"]) | quantiles(f"{name} TTFT", figures["ttft_ms"])
         row |= quantiles(f"{name} gap", figures["gap_ms"])
-    server = summary.get("server", {})
-    found = {
-        "prefill": server.get("prefill_tokens_per_s"),
-        "error p50": _percent(server.get("step_error_p50")),
-        "error p90": _percent(server.get("step_error_p90")),
-    }
-    row |= {name: value for name, value in found.items() if value is not None}
     return row | {"refused": summary["requests_refused"], "failed": summary["requests_failed"]}
 
 
 def _good(name: str, goodput: Mapping[str, Any]) -> Row:
     return {f"{name} good": 100 * goodput["share"], f"{name} rate": goodput["requests_per_s"]}
-
-
-def _percent(share: float | None) -> float | None:
-    return None if share is None else 100 * share
 
 
 # -- the report ------------------------------------------------------------------------------------------------------
@@ -110,12 +99,11 @@ def mix_table(rows: Mapping[str, Row], targets: Targets) -> str:
     classes = [name for name in DEFAULT_TARGETS if any(f"{name} good" in row for row in rows.values())]
     gap = targets["interactive"]["tpot"] * 1e3
     head = ["setting", "good", *(f"{name} good" for name in classes), f"interactive gap p99 (target {gap:.0f})"]
-    head += [*(f"{name} TTFT p50 / p99" for name in classes), "prefill tok/s", "prediction error p50 / p90"]
+    head += [*(f"{name} TTFT p50 / p99" for name in classes)]
     lines = [[*head, "refused / failed", "others CPU %"]]
     for setting, row in rows.items():
         cells = [setting, *(_pair(row, f"{name} good", " %", f"{name} rate", " /s") for name in ("all", *classes))]
         cells += [cell(row.get("interactive gap p99")), *(_p50_p99(row, f"{name} TTFT") for name in classes)]
-        cells += [cell(row.get("prefill")), _pair(row, "error p50", " %", "error p90", " %")]
         lines.append([*cells, _pair(row, "refused", "", "failed", ""), cell(row.get("others CPU %"))])
     return markdown(lines)
 

@@ -1,6 +1,6 @@
 """Measure the regret of the router's choices in simulation: what an oracle that knows the true seconds would gain.
 
-    python benchmarks/routing/regret.py --requests 40 --worst 10
+    python benchmarks/routing/regret.py --requests 40
 
 At some requests of each workload the simulation forks: in each child the request goes to one of the replicas, with or
 without a fetch, with all else as it was, until its first token. The cost of a choice is the seconds until the first
@@ -52,7 +52,6 @@ class Way(NamedTuple):
 class Decision:
     """One choice of the router, and what it and every other choice took."""
 
-    seed: int
     request: int
     chosen: str = ""
     others: dict[str, "Way"] = field(default_factory=dict)
@@ -174,7 +173,7 @@ def play(
     size = {"num_pages": num_pages, "max_model_len": 16_000}
     pool = {"name": "mixed", "replicas": REPLICAS, "profile": preset("h100-8b").model_copy(update=size)}
     fleet = describe({"pools": [pool | {"kv_cache_host_memory": "8GiB"}], "noise": noise})
-    decisions = {str(number): Decision(seed, number) for number in requests}
+    decisions = {str(number): Decision(number) for number in requests}
     outcome = run_forking(fleet, WORKLOADS[workload](seed), SECONDS, decisions)
     times = [sample.ttft if sample.times else inf for sample in outcome.samples]
     for decision in decisions.values():
@@ -191,7 +190,7 @@ def pulls(names: Sequence[str], lengths: Sequence[int]) -> Table:
         profile = preset(name).model_copy(update={"max_model_len": tokens + 1000})
         fleet = describe({"pools": [{"name": "mixed", "replicas": 2, "profile": profile}]})
         jobs = [Job((Segment("document", tokens), Segment(str(i), 16)), 8, due=60.0 * i) for i in range(2)]
-        run_forking(fleet, jobs, 70.0, {"1": (decision := Decision(0, 1))})
+        run_forking(fleet, jobs, 70.0, {"1": (decision := Decision(1))})
         there, computed, fetched = decision.others.values()
         seconds = there.true, computed.true, fetched.true, fetched.predicted
         out.add_row(name, str(tokens), *(f"{1000 * each:.0f}" for each in seconds))
@@ -199,12 +198,11 @@ def pulls(names: Sequence[str], lengths: Sequence[int]) -> Table:
 
 
 def main() -> int:
-    """Print a table, and the worst decisions."""
+    """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--requests", type=int, default=40, help="of each workload (default: %(default)s)")
     parser.add_argument("--seeds", type=int, default=1, help="histories of each workload (default: %(default)s)")
     parser.add_argument("--first-seed", type=int, default=0, help="of these histories (default: %(default)s)")
-    parser.add_argument("--worst", type=int, default=0, help="decisions to print (default: %(default)s)")
     parser.add_argument("--noise", type=float, default=0.05, help="relative spread of steps (default: %(default)s)")
     parser.add_argument("--pages", type=int, default=1500, help="of each replica (default: %(default)s)")
     parser.add_argument("--workloads", default=",".join(WORKLOADS), help="joined by commas (default: %(default)s)")
@@ -218,7 +216,7 @@ def main() -> int:
         return 0
     ForkingFleet.knows_all = args.known
     columns = ("workload", "TTFT mean, ms", "regret mean, ms", "share, %", "worst, ms", "alone, %")
-    out, worst, console = Table(*columns), 0.0, Console()
+    out, worst = Table(*columns), 0.0
     for workload in args.workloads.split(","):
         times, decisions = list[float](), list[Decision]()
         for seed in range(args.first_seed, args.first_seed + args.seeds):
@@ -232,11 +230,7 @@ def main() -> int:
         worst = max(worst, regret / mean)
         cells = (1000 * mean, 1000 * regret, 100 * regret / mean, 1000 * max(each.regret(1.0) for each in decisions))
         out.add_row(workload, *(f"{cell:.1f}" for cell in (*cells, 100 * alone / mean)))
-        for each in sorted(decisions, key=lambda each: -each.regret(1.0))[: args.worst]:
-            console.print(f"{workload} {each.seed}/{each.request}: {each.chosen} took {1000 * each.true:.1f} ms")
-            for name, way in each.others.items():
-                console.print(f"    {name}: predicted {1000 * way.predicted:.1f}, true {1000 * way.true:.1f} ms")
-    console.print(out)
+    Console().print(out)
     return int(worst >= MOST_SHARE)
 
 

@@ -46,10 +46,7 @@ def test_mix_table_of_two_settings_has_goodput_by_class(adaptive: ModuleType) ->
         finished(2.0, 0.04, service_tier="interactive"),
         finished(30.0, 0.04, service_tier="batch"),
     ]
-    summary = metrics.summarize(samples, 10.0) | {
-        "slo": metrics.by_class(samples, 10.0, metrics.DEFAULT_TARGETS),
-        "server": {"prefill_tokens_per_s": 800.0, "step_error_p50": 0.05, "step_error_p90": 0.125},
-    }
+    summary = metrics.summarize(samples, 10.0) | {"slo": metrics.by_class(samples, 10.0, metrics.DEFAULT_TARGETS)}
     row = adaptive.mix_figures(summary)
     assert (row["interactive good"], row["batch good"]) == (50, 100)
     assert row["all rate"] == pytest.approx(0.2)
@@ -59,7 +56,7 @@ def test_mix_table_of_two_settings_has_goodput_by_class(adaptive: ModuleType) ->
     assert "interactive gap p99 (target 50)" in head
     assert "standard" not in head
     assert first.startswith("| adaptive | 66.7 % / 0.2 /s | 50 % / 0.1 /s | 100 % / 0.1 /s | 40 |")
-    assert first.endswith("| 800 | 5 % / 12.5 % | 0 / 0 | - |")
+    assert first.endswith("| 0 / 0 | - |")
     others = {"fixed-512": {**row, "all rate": 0.1}, "fixed-2048": row, "vllm-default": {**row, "all rate": 0.05}}
     assert adaptive.verdict({"adaptive": row, **others}) == (
         "Good requests per second: adaptive 0.2; best fixed 0.2 (fixed-2048), 1.00 times; "
