@@ -12,11 +12,9 @@ import argparse
 import os
 import sys
 import time
-import uuid
 from collections import defaultdict
-from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -27,15 +25,12 @@ from servers import (
     command_line,
     cpu_seconds,
     crossdock_command,
-    end,
-    launch,
     log_of,
     memory_of,
-    processes_of,
+    serving,
 )
 from tables import Row, hardware, medians, table, today, write
 
-LOOK_S = 0.05  # between two looks at /ready
 MIB = 2**20
 TITLES = {  # role: text in the command line of its process, the first that is found
     "raylet": "raylet/raylet",
@@ -76,25 +71,9 @@ def memory_by_role(processes: set[int]) -> dict[str, Row]:
     return dict(sorted(found.items(), key=lambda item: -item[1]["PSS"]))
 
 
-@contextmanager
-def started(args: argparse.Namespace) -> Iterator[tuple[float, Callable[[], set[int]]]]:
-    """Start a server. Yield the seconds until `/ready` answers 200, and a function that returns its processes' ids."""
-    log, mark, began = log_of(args, "crossdock"), uuid.uuid4().hex, time.monotonic()
-    process = launch(crossdock_command(args), log, mark)
+def _is_ready(http: httpx.Client, address: str) -> bool:
     try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{args.port}", timeout=5) as http:
-            while not _is_ready(http):
-                if process.poll() is not None:
-                    raise RuntimeError(f"the server ended with {process.returncode} before it was ready; see {log}")
-                time.sleep(LOOK_S)
-        yield time.monotonic() - began, lambda: processes_of(process.pid, mark)
-    finally:
-        end(process, mark)
-
-
-def _is_ready(http: httpx.Client) -> bool:
-    try:
-        return http.get("/ready").status_code == 200
+        return http.get(f"{address}/ready").status_code == 200
     except httpx.HTTPError:
         return False
 
@@ -119,13 +98,16 @@ def use(address: str) -> dict[str, Any]:
 
 def measure(args: argparse.Namespace) -> tuple[float, dict[str, Row]]:
     """Start a server once. Return the seconds until it was ready, and memory and CPU time by role."""
-    with started(args) as (seconds, processes):
-        cpu: Row = defaultdict(float)
-        for pid in processes():
+    log, cpu = log_of(args, "crossdock"), defaultdict[str, float](float)
+    with (
+        httpx.Client(timeout=5) as http,
+        serving("crossdock", crossdock_command(args), args, log, is_ready=partial(_is_ready, http)) as server,
+    ):
+        for pid in server.processes:
             cpu[role_of(pid)] += cpu_seconds([pid])
-        replica = use(f"http://127.0.0.1:{args.port}")
+        replica = use(server.address)
         time.sleep(args.settle)
-        roles = memory_by_role(processes())
+        roles = memory_by_role(server.processes_now())
     machine = replica["machine"]
     total = sum(row["PSS"] for row in roles.values())
     weights, pool = machine["weights"] / MIB, machine["pool"] / MIB
@@ -138,7 +120,7 @@ def measure(args: argparse.Namespace) -> tuple[float, dict[str, Row]]:
     for role, own in cpu.items():
         roles.setdefault(role, {})["CPU s until ready"] = own
     roles["all"]["CPU s until ready"] = sum(cpu.values())
-    return seconds, roles
+    return server.start_s, roles
 
 
 def main() -> None:

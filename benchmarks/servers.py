@@ -8,9 +8,10 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import httpx
@@ -27,6 +28,7 @@ class RunningServer:
     address: str
     processes: set[int]  # ids, as found when it was ready
     start_s: float  # seconds until it answered
+    processes_now: Callable[[], set[int]]
 
 
 def add_server_options(parser: argparse.ArgumentParser, name: str, port: int) -> None:
@@ -68,7 +70,13 @@ def log_of(args: argparse.Namespace, name: str) -> Path:
 
 @contextmanager
 def serving(
-    name: str, command: Sequence[str], args: argparse.Namespace, log: Path, model: str | None = None, key: str = "none"
+    name: str,
+    command: Sequence[str],
+    args: argparse.Namespace,
+    log: Path,
+    model: str | None = None,
+    key: str = "none",
+    is_ready: Callable[[str], bool] | None = None,
 ) -> Iterator[RunningServer]:
     """Start a server, wait until it answers, and end all its processes afterwards.
 
@@ -79,6 +87,7 @@ def serving(
         log: its output is appended to this file.
         model: the name that clients ask for; None: the first that the server lists.
         key: an API key, where the server asks for one.
+        is_ready: asked every 50 ms, with the address; None: the server completes a prompt, asked every 500 ms.
 
     Raises:
         RuntimeError: another server listens at the port, the server ended, or did not answer within
@@ -92,13 +101,14 @@ def serving(
     handler = signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the server ends with this
     process = launch(command, log, mark)
     try:
-        while not _answers(address, model, key):
+        while not (is_ready(address) if is_ready else _answers(address, model, key)):
             if process.poll() is not None:
                 raise RuntimeError(f"{name} ended with {process.returncode} before it was ready; see {log}")
             if time.monotonic() - started > args.start_timeout:
                 raise RuntimeError(f"{name} was not ready within {args.start_timeout} s; see {log}")
-            time.sleep(0.5)
-        yield RunningServer(address, processes_of(process.pid, mark), time.monotonic() - started)
+            time.sleep(0.05 if is_ready else 0.5)
+        start_s, now = time.monotonic() - started, partial(processes_of, process.pid, mark)
+        yield RunningServer(address, now(), start_s, now)
     finally:
         end(process, mark)
         signal.signal(signal.SIGTERM, handler)

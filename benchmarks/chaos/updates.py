@@ -24,7 +24,6 @@ from itertools import count
 from pathlib import Path
 
 import httpx
-import psutil
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for servers
 from servers import RunningServer, add_server_options, command_line, crossdock_server, memory_mib
@@ -50,20 +49,14 @@ def write_checkpoints(root: Path, model: Path, layers: int) -> None:
         save_file(tensors, root / str(number) / "model.safetensors", {"format": "pt"})
 
 
-def processes_now(server: RunningServer) -> list[psutil.Process]:
-    parents = [psutil.Process(pid) for pid in server.processes if psutil.pid_exists(pid)]
-    found = {child.pid: child for parent in parents for child in [parent, *parent.children(recursive=True)]}
-    return [each for each in found.values() if each.is_running()]
-
-
-def replicas_of(server: RunningServer) -> list[psutil.Process]:
-    return [each for each in processes_now(server) if command_line(each.pid) == REPLICA]
+def replicas_of(server: RunningServer) -> list[int]:
+    return [pid for pid in sorted(server.processes_now()) if command_line(pid) == REPLICA]
 
 
 def memory_of(server: RunningServer) -> str:
     """Return the memory (PSS) of all processes, and that of each replica."""
-    parts = ", ".join(f"{memory_mib({each.pid}):.0f}" for each in replicas_of(server))
-    return f"{memory_mib({each.pid for each in processes_now(server)}):.0f} MiB (replicas: {parts})"
+    parts = ", ".join(f"{memory_mib({pid}):.0f}" for pid in replicas_of(server))
+    return f"{memory_mib(server.processes_now()):.0f} MiB (replicas: {parts})"
 
 
 async def load(http: httpx.AsyncClient, texts: dict[tuple[int, int], str], counts: Counter[str]) -> None:
@@ -109,7 +102,7 @@ async def update(server: RunningServer, updates: int, kills: int) -> None:
             kills_one = number * kills // updates > killed
             if kills_one:
                 await both_have(version, http, clients)
-                victim = replicas_of(server)[0].pid
+                victim = replicas_of(server)[0]
             if number == FOLDERS + 1:  # each folder was served once
                 print(f"memory after {FOLDERS} updates: {memory_of(server)}", flush=True)
             version = str(number)
