@@ -12,9 +12,10 @@ forward passes. The passes of the models alternate, so that other load affects a
 import argparse
 import json
 import shutil
+import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,7 @@ from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
 from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from gguf import GGMLQuantizationType
 from gguf.quants import quantize
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoTokenizer
 
@@ -40,19 +41,13 @@ from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights.checkpoint import default_model_dir
 from crossdock.workers.model.weights.gguf_blocks import BLOCK_TYPES
 
+sys.path.insert(0, str(Path(__file__).parents[2]))  # for the tests' formats
+
+from tests.workers.quantised import CASES, Tensors, save
+
 DOCS = Path(__file__).parents[2] / "docs"
 TEXTS = ("operations.md", "serving.md", "models.md", "routing.md")
-_GROUPS = {"num_bits": 4, "strategy": "group", "group_size": 32}
-FORMATS: dict[str, tuple[str, dict[str, Any]]] = {  # those in which 576 columns of SmolLM2 are whole groups
-    "w8a16": ("pack-quantized", {"num_bits": 8, "strategy": "channel"}),
-    "fp8": ("float-quantized", {"num_bits": 8, "type": "float", "strategy": "channel"}),
-    "w4a16": ("pack-quantized", _GROUPS),
-    "w4a16 zeros": ("pack-quantized", _GROUPS | {"symmetric": False}),
-    "nvfp4": ("nvfp4-pack-quantized", _GROUPS | {"type": "float", "strategy": "tensor_group", "group_size": 16}),
-    "mxfp4": ("mxfp4-pack-quantized", _GROUPS | {"type": "float", "scale_dtype": "uint8"}),
-}
-FP8_BLOCKS = {"fp8 tensor": (None, None), "fp8 blocks": (128, 128)}  # rows and columns of a scale; None: all
-GGUF = {"q4_0": "Q4_0", "q8_0": "Q8_0"}  # K-quants need rows of whole 256 columns, and gguf does not write them
+COMPRESSED = ("w8a16", "fp8", "w4a16", "w4a16 zeros", "nvfp4", "mxfp4")  # 576 columns of SmolLM2 are whole groups
 WINDOW, PAGE_SIZE, CONTEXT = 1024, 16, 64  # tokens
 
 
@@ -114,81 +109,72 @@ def speed(models: dict[str, LoadedModel], repeats: int) -> None:
         print(f"{name:14} " + " ".join(f"{1e3 * seconds:9.2f}" for seconds in least.values()))
 
 
-def repack(source: Path, target: Path, layout: str, **weights: Any) -> Path:
-    """Write the projections of a checkpoint in a layout of compressed-tensors. `weights`: arguments of its scheme."""
-    arguments = QuantizationArgs(**weights)
-    scheme = QuantizationScheme(targets=["Linear"], weights=arguments)
+def repack(source: Path, target: Path, pack: Callable[[Tensor], Tensors], config: dict[str, Any]) -> Path:
+    """Write a checkpoint whose projections are packed: `pack` returns the tensors of a matrix by the ends of names."""
+    shutil.copytree(source, target)
+    tensors = load_file(source / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("proj.weight")]:
+        made = pack(tensors.pop(name).float())
+        tensors |= {f"{name.removesuffix('.weight')}{end}": each for end, each in made.items()}
+    save(target, tensors, config)
+    return target
+
+
+def compressed(config: dict[str, Any], weight: Tensor) -> Tensors:
+    """Return a matrix in a layout of compressed-tensors."""
+    layout, arguments = config["format"], QuantizationArgs(**config["config_groups"]["group_0"]["weights"])
     library: Any = BaseCompressor.get_value_from_registry(layout)
-    shutil.copytree(source, target)
-    tensors = load_file(source / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("proj.weight")]:
-        weight = tensors.pop(name).float()
-        groups = weight.view(len(weight), -1, arguments.group_size or weight.shape[1])
-        least, most = groups.amin(-1), groups.amax(-1)
-        whole = generate_gparam(weight.amin(), weight.amax()) if layout.startswith("nvfp4") else None
-        scales, zeros = calculate_qparams(least, most, arguments, whole)
-        given = {"weight": weight, "weight_scale": scales, "weight_zero_point": zeros}
-        given |= {} if whole is None else {"weight_global_scale": whole}
-        found = library.compress(given, scheme)
-        tensors |= {f"{name.removesuffix('weight')}{key}": each.contiguous() for key, each in found.items()}
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    group = {"targets": ["Linear"], "weights": {"type": "int", "symmetric": True, **weights}}
-    describe(target, quant_method="compressed-tensors", format=layout, ignore=["lm_head"], config_groups={"0": group})
-    return target
+    groups = weight.view(len(weight), -1, arguments.group_size or weight.shape[1])
+    whole = generate_gparam(weight.amin(), weight.amax()) if layout.startswith("nvfp4") else None
+    scales, zeros = calculate_qparams(groups.amin(-1), groups.amax(-1), arguments, whole)
+    given = {"weight": weight, "weight_scale": scales, "weight_zero_point": zeros}
+    given |= {} if whole is None else {"weight_global_scale": whole}
+    found = library.compress(given, QuantizationScheme(targets=["Linear"], weights=arguments))
+    return {f".{name}": each for name, each in found.items()}
 
 
-def repack_fp8(source: Path, target: Path, block: tuple[int | None, int | None]) -> Path:
-    """Write the projections of a checkpoint in e4m3, with a scale for each block."""
-    shutil.copytree(source, target)
-    tensors = load_file(source / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("proj.weight")]:
-        weight = tensors[name].float()
-        height, width = block[0] or weight.shape[0], block[1] or weight.shape[1]
-        largest = F.max_pool2d(weight.abs()[None], (height, width), ceil_mode=True)[0]
-        scales = (largest / torch.finfo(torch.float8_e4m3fn).max).clamp_min(1e-12)
-        spread = scales.repeat_interleave(height, 0).repeat_interleave(width, 1)[: len(weight), : weight.shape[1]]
-        tensors |= {name: (weight / spread).to(torch.float8_e4m3fn), f"{name}_scale_inv": scales}
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    describe(target, quant_method="fp8", **({"weight_block_size": block} if block[0] else {}))
-    return target
+def fp8(height: int | None, width: int | None, weight: Tensor) -> Tensors:
+    """Return a matrix in e4m3, with a scale for each block; None: for all rows, or columns."""
+    height, width = height or weight.shape[0], width or weight.shape[1]
+    largest = F.max_pool2d(weight.abs()[None], (height, width), ceil_mode=True)[0]
+    scales = (largest / torch.finfo(torch.float8_e4m3fn).max).clamp_min(1e-12)
+    spread = scales.repeat_interleave(height, 0).repeat_interleave(width, 1)[: len(weight), : weight.shape[1]]
+    return {".weight": (weight / spread).to(torch.float8_e4m3fn), ".weight_scale_inv": scales}
 
 
-def repack_gguf(source: Path, target: Path, kind: str) -> Path:
-    """Write the projections of a checkpoint in the blocks of a GGUF file, as a replica keeps them."""
-    shutil.copytree(source, target)
-    tensors, block = load_file(source / "model.safetensors"), BLOCK_TYPES[kind]
-    modules = [name.removesuffix(".weight") for name in tensors if name.endswith("proj.weight")]
-    for module in modules:
-        weight = tensors.pop(f"{module}.weight").float().numpy()
-        blocks = quantize(weight, GGMLQuantizationType[kind]).reshape(len(weight), weight.shape[1] // block.block, -1)
-        found = block.unpack(blocks)
-        codes = found.codes[:, ::2] | found.codes[:, 1::2] << 4 if block.kind == "int4" else found.codes
-        tensors |= {f"{module}.codes": torch.tensor(codes), f"{module}.scales": torch.tensor(found.scales)}
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    form = {"kind": block.kind, "group": block.group, "has_offsets": False, "modules": modules}
-    describe(target, quant_method="gguf", forms=[form])
-    return target
+def gguf(kind: str, weight: Tensor) -> Tensors:
+    """Return a matrix in the blocks of a GGUF file, as a replica keeps them."""
+    block = BLOCK_TYPES[kind]
+    blocks = quantize(weight.numpy(), GGMLQuantizationType[kind])
+    found = block.unpack(blocks.reshape(len(weight), weight.shape[1] // block.block, -1))
+    codes = found.codes[:, ::2] | found.codes[:, 1::2] << 4 if block.kind == "int4" else found.codes
+    return {".codes": torch.tensor(codes), ".scales": torch.tensor(found.scales)}
 
 
-def repack_nf4(source: Path, target: Path) -> Path:
-    """Write the projections of a checkpoint as bitsandbytes does in 4 bits, with plain scales."""
-    shutil.copytree(source, target)
-    tensors, levels = load_file(source / "model.safetensors"), torch.tensor(TABLES["nf4"])
-    for name in [name for name in tensors if name.endswith("proj.weight")]:
-        groups = tensors[name].float().view(-1, 64)
-        scales = groups.abs().amax(-1)
-        codes = torch.bucketize(groups / scales[:, None], (levels[1:] + levels[:-1]) / 2).flatten().byte()
-        state = json.dumps({"quant_type": "nf4", "blocksize": 64, "shape": list(tensors[name].shape)}).encode()
-        tensors |= {name: (codes[::2] << 4 | codes[1::2])[:, None], f"{name}.absmax": scales}
-        tensors[f"{name}.quant_state.bitsandbytes__nf4"] = torch.tensor(list(state), dtype=torch.uint8)
-    save_file(tensors, target / "model.safetensors", {"format": "pt"})
-    describe(target, quant_method="bitsandbytes", load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    return target
+def nf4(weight: Tensor) -> Tensors:
+    """Return a matrix as bitsandbytes has it in 4 bits, with plain scales."""
+    groups, levels = weight.view(-1, 64), torch.tensor(TABLES["nf4"])
+    scales = groups.abs().amax(-1)
+    codes = torch.bucketize(groups / scales[:, None], (levels[1:] + levels[:-1]) / 2).flatten().byte()
+    state = json.dumps({"quant_type": "nf4", "blocksize": 64, "shape": list(weight.shape)}).encode()
+    packed = {".weight": (codes[::2] << 4 | codes[1::2])[:, None], ".weight.absmax": scales}
+    return packed | {".weight.quant_state.bitsandbytes__nf4": torch.tensor(list(state), dtype=torch.uint8)}
 
 
-def describe(folder: Path, **quantisation: Any) -> None:
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": quantisation}))
+def formats(modules: Sequence[str]) -> dict[str, tuple[Callable[[Tensor], Tensors], dict[str, Any]]]:
+    """Return by name how a matrix is packed, and the `quantization_config` that says so. `modules`: those packed."""
+    found: dict[str, tuple[Callable[[Tensor], Tensors], dict[str, Any]]] = {}
+    for name in COMPRESSED:
+        config = CASES[f"compressed-tensors {name}"].config
+        found[name] = partial(compressed, config), config
+    found["fp8 tensor"] = partial(fp8, None, None), {"quant_method": "fp8"}
+    found["fp8 blocks"] = partial(fp8, 128, 128), {"quant_method": "fp8", "weight_block_size": (128, 128)}
+    found["nf4"] = nf4, CASES["bitsandbytes nf4"].config
+    for kind in ("Q4_0", "Q8_0"):  # K-quants need rows of whole 256 columns, and gguf does not write them
+        block = BLOCK_TYPES[kind]
+        form = {"kind": block.kind, "group": block.group, "has_offsets": False, "modules": modules}
+        found[kind.lower()] = partial(gguf, kind), {"quant_method": "gguf", "forms": [form]}
+    return found
 
 
 def main() -> None:
@@ -205,16 +191,13 @@ def main() -> None:
         **({} if why_not_int8(torch.float32) else {"int8": ModelSpec(str(path), quantization="int8")}),
     }
     with tempfile.TemporaryDirectory() as folder:
-        makers: dict[str, Callable[[Path], Path]] = {
-            **{name: partial(repack, path, layout=layout, **weights) for name, (layout, weights) in FORMATS.items()},
-            **{name: partial(repack_fp8, path, block=block) for name, block in FP8_BLOCKS.items()},
-            "nf4": partial(repack_nf4, path),
-            **{name: partial(repack_gguf, path, kind=kind) for name, kind in GGUF.items()},
-        }
+        names = [name for name in load_file(path / "model.safetensors") if name.endswith("proj.weight")]
+        makers = formats([name.removesuffix(".weight") for name in names])
         chosen = arguments.only.split(",") if arguments.only else [*specs, *makers]
         for name, make in makers.items():
             if name in chosen:
-                specs[name] = ModelSpec(str(make(Path(folder) / name)), cpu_kernels=arguments.cpu_kernels)
+                packed = repack(path, Path(folder) / name, *make)
+                specs[name] = ModelSpec(str(packed), cpu_kernels=arguments.cpu_kernels)
         models = {name: load_model(spec) for name, spec in specs.items() if name in chosen}
     print(f"torch {torch.__version__}, {torch.get_num_threads()} threads")
     for name, model in models.items():
