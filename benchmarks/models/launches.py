@@ -8,10 +8,12 @@ launch several kernels. A layer's count is the difference between a model of two
 """
 
 import os
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
@@ -19,7 +21,6 @@ os.environ.setdefault("TRITON_INTERPRET", "1")  # read when Triton is imported
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoConfig, AutoModelForCausalLM
 from triton.runtime import interpreter
 
 from crossdock.kernels.attention import reference_paged_attention, reference_store_kv
@@ -30,24 +31,12 @@ from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.model import LoadedModel
 
-MODELS: dict[str, dict[str, Any]] = {
-    "llama": {},
-    "qwen2": {},
-    "qwen3": {},
-    "mistral": {},
-    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
-    "qwen3_moe": {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32},
-}
-_TINY: dict[str, Any] = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 64,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-}
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the tests' small models
+
+from tests.workers.architectures import SERVED, build
+
+MODELS = ("llama", "qwen2", "qwen3", "mistral", "mixtral", "qwen3_moe")
+_SIZES = {"hidden_size": 64, "head_dim": 16}  # Triton's kernels take heads of a power of two
 _WITHOUT_LAUNCH = {"detach", "empty", "empty_like", "empty_strided", "new_empty", "_unsafe_view", "lift_fresh"}
 _WAITS = {  # operators for whose result, or the size of whose result, the host waits
     *("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "masked_select", "_unique2", "unique_dim"),
@@ -105,9 +94,7 @@ def tiny(name: str, num_layers: int, is_fused: bool, has_own_experts: bool = Fal
 
     `has_own_experts`: as on a GPU before Hopper.
     """
-    config = AutoConfig.for_model(name, **_TINY | MODELS[name], num_hidden_layers=num_layers)
-    torch.manual_seed(0)
-    module = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    module = build(name, SERVED[name] | _SIZES | {"num_hidden_layers": num_layers})
     attention = choose_attention("triton", torch.device("cpu"))
     # The interpreter takes seconds for attention: loading, which checks logits several times, has it in torch.
     loading = replace(attention, store_kv=reference_store_kv, paged_attention=reference_paged_attention)
