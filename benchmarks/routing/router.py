@@ -27,7 +27,6 @@ from crossdock.workers.report.advertise import LiveProfile, PageChanges, Prompts
 from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.memory.prefix_index import hash_pages
-from crossdock.workers.schedule.slo import DEFAULT_CLASSES
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tables
 
@@ -36,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the tests' r
 from paired import Checkout, answering, commit_of, in_rounds, report
 from tables import hardware
 
-from tests.router.replicas import Replica
+from tests.router import replicas
 
 PROMPTS = (100, 1000, 8000)  # tokens
 KINDS: dict[str, tuple[tuple[Role, ...], str]] = {  # roles of replicas, and where they have prefixes
@@ -49,22 +48,9 @@ KINDS: dict[str, tuple[tuple[Role, ...], str]] = {  # roles of replicas, and whe
 
 def profile(slowness: float, role: Role) -> SchedulingProfile:
     cost = StepCost.of([slowness * value for value in (8e-3, 5e-5, 1e-9, 5e-5, 1e-8)])
-    return SchedulingProfile(
-        max_model_len=32_768,
-        vocab_size=32_000,
-        page_size=16,
-        num_pages=20_000,
-        max_num_batched_tokens=2048,
-        max_num_seqs=256,
-        slo_classes=DEFAULT_CLASSES,
-        role=role,
-        admission="queue",
-        compatibility="one",
-        peer=b"somewhere",
-        page_bytes=2 << 20,
-        bytes_per_second=2e10,
-        cost=cost,
-    )
+    tokens = {"max_model_len": 32_768, "max_num_batched_tokens": 2048}
+    size = {"num_pages": 20_000, "max_num_seqs": 256, "page_bytes": 2 << 20, "bytes_per_second": 2e10}
+    return replicas.profile(role=role, admission="queue", cost=cost, **tokens, **size)
 
 
 def live(sequence: int, rng: random.Random) -> LiveProfile:
@@ -125,7 +111,7 @@ def decisions(num_replicas: int, roles: tuple[Role, ...], policy: str, count: in
 
 def advertising(num_waiting: int, num_running: int) -> str:
     """Return the time in which a replica makes its live profile, and the profile's bytes."""
-    replica = Replica(profile(1.0, "mixed"))
+    replica = replicas.Replica(profile(1.0, "mixed"))
     for number in range(num_waiting + num_running):
         replica.add(f"{number}", [number, *range(200)], "standard", max_tokens=500)
         if number == num_running:
