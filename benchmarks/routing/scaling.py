@@ -29,6 +29,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for servers and tables
 
 import httpx
+import yaml
 from servers import add_server_options, crossdock_server, log_of
 from tables import Row, hardware, markdown, quantiles, table, today, write
 
@@ -161,15 +162,9 @@ def write_trace(path: Path, load: Sequence[Phase]) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def server_flags() -> list[str]:
-    """Return the flags of `crossdock serve`."""
-    settings = {f"pools.{pool['name']}.max_replicas": pool["max_replicas"] for pool in SETTING["pools"]}
-    settings |= {
-        f"{section}.{key}": value for section in ("scaling", "router") for key, value in SETTING[section].items()
-    }
-    settings |= {f"engine.{key}": value for key, value in ENGINE.items()}
-    pools = ",".join(f"{pool['name']}={pool['replicas']}" for pool in SETTING["pools"])
-    return ["--pools", pools, *(f"--set={key}={value}" for key, value in settings.items())]
+def write_config(path: Path) -> None:
+    """Write the configuration of the server."""
+    path.write_text(yaml.safe_dump({**SETTING, "engine": ENGINE}))
 
 
 async def measure(options: BenchOptions) -> tuple[BenchResult, Watch]:
@@ -257,7 +252,7 @@ def day_table(days: Mapping[str, tuple[Sequence[Life], Sequence[dict[str, Any]]]
 
 def run(args: argparse.Namespace, trace: Path, load: Sequence[Phase]) -> tuple[str, dict[str, Any]]:
     """Measure the day, live and simulated. Return the tables and the figures."""
-    with crossdock_server(args, *server_flags()) as server:
+    with crossdock_server(args, "--config", str(trace.with_suffix(".yaml"))) as server:
         warm = BenchOptions(
             url=server.address, workload="chat", duration=args.warmup, concurrency=4, service_tier=CLASS
         )
@@ -318,6 +313,7 @@ def main() -> None:
     args.model = args.model or default_model_dir()
     load, trace = day(args), log_of(args, "day-trace").with_suffix(".jsonl")
     write_trace(trace, load)
+    write_config(trace.with_suffix(".yaml"))
     text, data = run(args, trace, load)
     name = " ".join([args.model.name, *args.crossdock_option])
     shapes = f"{args.prompt_rate:g} documents of {args.prompt_tokens} tokens and {args.stream_rate:g} chats a second"

@@ -18,9 +18,11 @@ from tests.cluster.simulate.small_fleets import profile
 scaling = script("routing/scaling")
 
 
-def test_flags_of_the_setting_are_flags_of_serve(scaling: ModuleType) -> None:
-    result = CliRunner().invoke(cli.app, ["config", *scaling.server_flags()])
+def test_setting_is_a_configuration_of_a_server(scaling: ModuleType, tmp_path: Path) -> None:
+    scaling.write_config(tmp_path / "day.yaml")
+    result = CliRunner().invoke(cli.app, ["config", "--config", str(tmp_path / "day.yaml")])
     assert result.exit_code == 0, result.output
+    assert "max_replicas: 4" in result.output
     assert "up_delay_s: 5.0" in result.output
     assert ScalingConfig.model_validate(scaling.SETTING["scaling"]).up_delay_s == 5.0
 
