@@ -11,11 +11,11 @@ from collections import defaultdict
 from datetime import timedelta
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from transformers.utils.logging import disable_progress_bar
 
-from crossdock.workers.model.checksums import checksum, checksums_in
+from crossdock.cluster.serve.rollouts import arrays_of
+from crossdock.workers.model.checksums import checksums_in
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.new_weights import NewWeights
@@ -42,16 +42,7 @@ def main() -> None:
         update.call("read", {"folder": str(path)})
 
     def from_objects() -> None:
-        arrays = {
-            name: (
-                str(each.dtype).removeprefix("torch."),
-                tuple(each.shape),
-                each.reshape(-1).view(torch.uint8).numpy(),
-                checksum(each),
-            )
-            for name, each in tensors
-        }
-        update.read_arrays(arrays)
+        update.read_arrays(arrays_of(tensors))
 
     def from_group() -> None:
         sending = threading.Thread(target=lambda: [group.broadcast(each, 0).wait() for _, each in tensors])

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import psutil
 from trl_grpo import PROMPTS, free_port
 
 SAMPLES, TOKENS = 8, 24  # completions of a prompt, tokens of each
@@ -173,7 +172,7 @@ def main() -> None:
         asyncio.run(train(given.model, given.url, given.steps, given.victim))
         return
     sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-    from servers import add_server_options, crossdock_server, end, launch, log_of, processes_of
+    from servers import add_server_options, command_line, crossdock_server, end, launch, log_of, processes_of
 
     from crossdock.workers.model.weights.checkpoint import default_model_dir
 
@@ -192,8 +191,8 @@ def main() -> None:
         with crossdock_server(args, *flags, *exact, "--logprobs-mode", "processed_logprobs") as server:
             trainer = [args.verl / "bin" / "python", __file__, "--url", server.address, "--model", str(args.model)]
             if args.interrupt:
-                names = {pid: psutil.Process(pid).cmdline()[:1] for pid in processes_of(process.pid, mark)}
-                trainer += ["--victim", str(next(pid for pid in names if names[pid] == [REPLICA]))]
+                victims = (pid for pid in processes_of(process.pid, mark) if command_line(pid) == REPLICA)
+                trainer += ["--victim", str(next(victims))]
             subprocess.run([*trainer, "--steps", "0" if args.interrupt else str(args.steps)], check=True)
     finally:
         end(process, mark)

@@ -116,10 +116,10 @@ def agents(seed: int, count: float) -> Sequence[Job]:
     return agent_jobs(Agents().within(LENGTH), seed, int(count))
 
 
-def chats(seed: int, rate: float) -> Iterator[Job]:
+def chats(seed: int, rate: float, seconds: float = 30.0) -> Iterator[Job]:
     """Yield requests that share no prefix, at random times."""
     rng = np.random.default_rng(seed)
-    for number, due in enumerate(np.cumsum(rng.exponential(1 / rate, int(30 * rate)))):
+    for number, due in enumerate(np.cumsum(rng.exponential(1 / rate, int(rate * seconds)))):
         yield Job((Segment(f"{seed}/{number}", int(rng.integers(50, 2000))),), 64, due=float(due))
 
 

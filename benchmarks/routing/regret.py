@@ -16,6 +16,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import product
 from math import inf
 from statistics import fmean
@@ -23,6 +24,7 @@ from typing import ClassVar, NamedTuple
 from unittest.mock import patch
 
 import numpy as np
+from fetching import chats
 from rich.console import Console
 from rich.table import Table
 
@@ -142,17 +144,10 @@ def documents(seed: int) -> Iterator[Job]:
         yield Job(prompt, 64, due=float(due))
 
 
-def chats(seed: int) -> Iterator[Job]:
-    """Yield requests that share no prefix."""
-    rng = np.random.default_rng(seed)
-    for number, due in enumerate(np.cumsum(rng.exponential(1 / 30, int(30 * SECONDS)))):
-        yield Job((Segment(f"chat {number}", int(rng.integers(50, 2000))),), 64, due=float(due))
-
-
 WORKLOADS: dict[str, Callable[[int], Sequence[Job] | Iterator[Job]]] = {
     "agents": agents,
     "documents": documents,
-    "chats": chats,
+    "chats": partial(chats, rate=30, seconds=SECONDS),
 }
 
 

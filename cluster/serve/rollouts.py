@@ -14,6 +14,8 @@ from crossdock.router.fleet import Fleet
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from crossdock.workers.replica.engine.weight_update import Arrays
+
 
 def push_weights(
     tensors: "Iterable[tuple[str, Tensor]]", name: str = "", mode: PauseMode = "wait", app_name: str = APP_NAME
@@ -27,6 +29,13 @@ def push_weights(
 
     Returns the name. Raises ValueError where the weights cannot be replaced, with the reason.
     """
+    ingress = serve.get_deployment_handle("ingress", app_name)
+    pushed: str = ingress.push_weights.remote([ray.put(arrays_of(tensors))], name, mode).result()
+    return pushed
+
+
+def arrays_of(tensors: "Iterable[tuple[str, Tensor]]") -> "Arrays":
+    """Return whole tensors as `push_weights` puts them into Ray's object store."""
     import torch
 
     from crossdock.workers.model.checksums import checksum
@@ -36,9 +45,7 @@ def push_weights(
         plain = tensor.detach().cpu().contiguous()
         bytes_of = plain.reshape(-1).view(torch.uint8).numpy()
         arrays[key] = str(plain.dtype).removeprefix("torch."), tuple(plain.shape), bytes_of, checksum(plain)
-    ingress = serve.get_deployment_handle("ingress", app_name)
-    pushed: str = ingress.push_weights.remote([ray.put(arrays)], name, mode).result()
-    return pushed
+    return arrays
 
 
 def server_info(config: ClusterConfig, fleet: Fleet) -> dict[str, Any]:
