@@ -17,7 +17,7 @@ CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
     "lines of code": 69_676,
     "lines of tests": 66_928,
-    "lines of benchmarks": 10_978,
+    "lines of benchmarks": 10_499,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
     "lines of the longest class": 350,
