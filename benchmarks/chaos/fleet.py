@@ -97,7 +97,6 @@ class NodeFleet:
         self._incarnations: set[str] = set()  # of the replicas; the answer leaves out the steps of those named
         serve.start(proxy_location=ProxyLocation.Disabled)
         self.deploy(self.budget)
-        self.wait_until_whole()
 
     def lose_node(self, rng: random.Random) -> None:
         """End the raylet and all processes of one node of replicas at once; another node takes its place."""

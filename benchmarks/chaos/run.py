@@ -176,6 +176,7 @@ def run(given: argparse.Namespace, folder: Path) -> bool:
     pools = {"prefill": given.prefill, "decode": given.decode}
     fleet = NodeFleet(folder, model, pools, chosen)
     try:
+        fleet.wait_until_whole()
         print(f"whole after {time.monotonic() - began:.0f} s", flush=True)
         does_clients, does_hostile = "clients" in given.faults, "hostile" in given.faults
         may_refuse = chosen["engine.admission"] == "reject" or does_answers
