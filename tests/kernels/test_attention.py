@@ -140,26 +140,24 @@ class Case:
         }
 
     def expected(self) -> Tensor:
-        """Return attention row by row in float64, from the keys and values before they were stored to any page."""
-        out = []
-        starts = self.batch.query_start.tolist()
-        group = self.q_heads // self.kv_heads
+        """Return attention head by head in float64, from the keys and values before they were stored to any page."""
+        out = torch.empty(len(self.q), self.q_heads, self.v_dim, dtype=torch.float64)
+        group, row = self.q_heads // self.kv_heads, 0
         for s, (q_len, kv_len) in enumerate(self.lengths):
-            for i in range(q_len):
-                position = kv_len - q_len + i
-                first = self.first_key(position)
-                q = self.q[starts[s] + i].double()  # [Hq, Dk]
-                end = self.key_end(s, position)
-                k = self.keys[s][first:end].double().repeat_interleave(group, 1)  # [L, Hq, Dk]
-                v = self.values[s][first:end].double().repeat_interleave(group, 1)
-                scores = torch.einsum("hd,lhd->hl", q, k) * self.k_dim**-0.5
+            rows, row = slice(row, row + q_len), row + q_len
+            is_hidden = torch.ones(q_len, kv_len, dtype=torch.bool)
+            for i, position in enumerate(range(kv_len - q_len, kv_len)):
+                is_hidden[i, self.first_key(position) : self.key_end(s, position)] = False
+            for head in range(self.q_heads):
+                k, v = (of[s][:, head // group].double() for of in (self.keys, self.values))  # [L, D]
+                scores = self.q[rows, head].double() @ k.T * self.k_dim**-0.5  # [q, L]
                 if self.softcap is not None:
                     scores = self.softcap * torch.tanh(scores / self.softcap)
+                scores = scores.masked_fill(is_hidden, -torch.inf)
                 if self.sink_logits is not None:
-                    scores = torch.cat([scores, self.sink_logits.double()[:, None]], 1)
-                weights = scores.softmax(1)[:, : end - first]
-                out.append(torch.einsum("hl,lhd->hd", weights, v))
-        return torch.stack(out)
+                    scores = torch.cat([scores, self.sink_logits[head].double().expand(q_len, 1)], 1)
+                out[rows, head] = scores.softmax(1)[:, :kv_len] @ v
+        return out
 
     def tolerance(self) -> float:
         return 2e-5 if self.dtype == torch.float32 else 2e-2
