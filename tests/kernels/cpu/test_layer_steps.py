@@ -18,15 +18,17 @@ _x86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="names x86 CPUs
 CPUS = ["native", pytest.param("x86-64-v3", marks=_x86), pytest.param("x86-64", marks=_x86)]  # AVX2; SSE2
 
 
-@pytest.fixture(params=CPUS)
-def cpu(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+@pytest.fixture(params=CPUS, scope="module")
+def cpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """Compile for a CPU into an empty cache."""
-    monkeypatch.setenv("CROSSDOCK_CACHE", str(tmp_path))
+    folder = tmp_path_factory.mktemp("cache")
     flags = [f"-march={request.param}" if flag == "-march=native" else flag for flag in build.FLAGS]
-    monkeypatch.setattr(build, "FLAGS", tuple(flags))
-    _forget()
-    yield request.param
-    assert len(list((tmp_path / "kernels").glob("layer_steps-*.so"))) == 1
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CROSSDOCK_CACHE", str(folder))
+        patch.setattr(build, "FLAGS", tuple(flags))
+        _forget()
+        yield request.param
+        assert len(list((folder / "kernels").glob("layer_steps-*.so"))) == 1
     _forget()
 
 
