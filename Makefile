@@ -38,8 +38,8 @@ $(INSTALLED): $(SERVES)
 serve: $(SERVES)  ## serve the default model (ARGS: flags of `crossdock serve`)
 	$(BIN)/crossdock serve $(ARGS)
 
-# Two lanes of pytest side by side, one for each core that is always there. Each line begins with the name of its lane; a
-# line about a file comes when the file is done, with its seconds. With ARGS, one pytest.
+# Lanes of pytest side by side: one for each core that is always there, and one that mostly waits. Each line begins with
+# the name of its lane; a line about a file comes when the file is done, with its seconds. With ARGS, one pytest.
 test: lint  ## lint, types and all tests that need neither a GPU nor many minutes (ARGS: pytest's)
 	@exec $(BIN)/python .ci/run_tests.py $(ARGS)
 

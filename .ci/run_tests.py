@@ -1,9 +1,10 @@
-"""Run the tests in two lanes, print what each file took, and refuse a file that grew past its recorded share.
+"""Run the tests in three lanes, print what each file took, and refuse a file that grew past its recorded share.
 
 Usage: python .ci/run_tests.py [--record | --pure | pytest's arguments ...]
-Without arguments: all tests, after the files that they need once (tests/first_files.py). Groups of files, of about four
-minutes each, stand in one list: first those that mostly wait (for servers and processes), last those that mostly
-compute. One lane takes groups from its head and one from its end: waiting runs beside computing, and both end together.
+Without arguments: all tests, after the files that they need once (tests/first_files.py). The other files, in groups of
+about four minutes, stand in one list: first those that share a Ray, then those that wait more, last those that mostly
+compute. One lane takes groups from its head and one from its end, so that both end together. A third lane runs beside
+them the files whose processes compute for less than WAITING of their time: two lanes alone leave a core without work.
 More lanes are no faster: what a test waits for computes, too (four lanes on two cores came to a load of 34).
 Each group is a process of its own: what its files load goes with it. It is forked from a process that has imported
 torch and transformers, which takes a core 8 s. --record writes tests/seconds.tsv. --pure runs the tests of PURE, in a
@@ -40,6 +41,7 @@ ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "seconds.tsv"
 GROUP_S = 240.0
 MEETING_S = 40.0  # a group where the lanes meet
+WAITING = 0.6  # CPU seconds of a wall second, of a file that mostly waits
 _HELPERS_S = 5.0
 PURE = (
     "tests/router",
@@ -91,12 +93,19 @@ def write_record(seconds: dict[str, Seconds]) -> None:
     RECORD.write_text("".join(lines))
 
 
-def groups(files: Iterable[str], record: dict[str, Seconds]) -> deque[list[str]]:
+def waiting(files: Iterable[str], record: dict[str, Seconds]) -> list[str]:
+    """Return the files that mostly wait. A file without a record is not among them."""
+    return sorted(file for file in files if file in record and record[file].cpu < WAITING * record[file].wall)
+
+
+def groups(files: Iterable[str], record: dict[str, Seconds], together: Iterable[str] = ()) -> deque[list[str]]:
     """Cut the files, in order of their paths, into groups of about GROUP_S. The group that waits most comes first.
 
+    `together`: files of one more group, before all. To start a Ray for each of several groups takes 5 s of a core.
     The group in which the two lanes meet is cut into small ones, so that no lane ends long before the other.
     """
     made = sorted(_cut(sorted(files), record, GROUP_S), key=lambda group: _computing(group, record))
+    made[:0] = [together] if (together := sorted(together)) else []
     walls = [sum(_wall(file, record) for file in group) for group in made]
     meet = bisect(list(accumulate(walls)), sum(walls) / 2)
     made[meet : meet + 1] = [small for group in made[meet : meet + 1] for small in _cut(group, record, MEETING_S)]
@@ -293,9 +302,13 @@ def run_all(run: Run) -> None:
     tests = {file for file in files if Path(file).match("test_*.py") and (ROOT / file).exists()}
     FORKS.set_forkserver_preload(_IMPORTED)
     run.forked("first    | ", "tests.first_files")
-    left = groups(tests, read_seconds(RECORD))
+    record = read_seconds(RECORD)
+    with_ray = {file for file in tests if "ray_cluster" in (ROOT / file).read_text()}
+    beside = waiting(tests - with_ray, record)
+    left = groups(tests - with_ray - {*beside}, record, with_ray)
     lanes = [
-        threading.Thread(target=run.lane, args=("waits   ", left.popleft)),
+        threading.Thread(target=run.lane, args=("waits   ", deque([beside] if beside else []).pop)),
+        threading.Thread(target=run.lane, args=("serves  ", left.popleft)),
         threading.Thread(target=run.lane, args=("computes", left.pop)),
     ]
     for lane in lanes:

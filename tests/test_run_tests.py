@@ -1,4 +1,4 @@
-"""The run of all tests: groups for two lanes, what a file may take, and no process that outlives it."""
+"""The run of all tests: groups for lanes, what a file may take, and no process that outlives it."""
 
 import signal
 import subprocess
@@ -35,12 +35,14 @@ def test_groups_hold_every_file_once_and_those_that_wait_come_first(runner: Modu
     record["tests/0/instant"] = runner.Seconds(0.0, 0.0)
     record["tests/a/end of Ray"] = runner.Seconds(1.0, 900.0)
     files = [*record, "tests/c/new"]
-    groups = runner.groups(files, record)
+    groups = runner.groups(files, record, together={"tests/d/Ray", "tests/a/Ray"})
+    assert groups.popleft() == ["tests/a/Ray", "tests/d/Ray"]
     assert sorted(file for group in groups for file in group) == sorted(files)
     assert len(groups) > 3
     assert groups[0][-1].startswith("tests/a")
     assert groups[-1][0].startswith("tests/b")
     assert all(sum(record[file].wall for file in group if file in record) < 1.25 * runner.GROUP_S for group in groups)
+    assert runner.waiting(files, record) == [f"tests/a/{i}" for i in range(4)]
 
 
 @pytest.mark.parametrize("number", [1, 7, 100, 101, 115])
