@@ -2,10 +2,8 @@
 
 import ctypes
 import shutil
-import subprocess
 from dataclasses import fields, replace
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
@@ -76,15 +74,12 @@ def deltas(rng: torch.Generator, rank: int, sizes: dict[str, tuple[int, int]]) -
 
 
 @pytest.fixture(scope="module")
-def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+def library() -> ctypes.CDLL:
     """decoder.cpp for AVX2 alone."""
-    target = tmp_path_factory.mktemp("avx2") / "decoder.so"
     flags = [flag for flag in build.FLAGS if not flag.startswith(("-march", "-O"))]
-    source = Path(build.__file__).with_name("decoder.cpp")
-    subprocess.run(
-        ["g++", *flags, "-O1", "-march=x86-64-v3", "-DROW_TYPE=float", "-shared", source, "-o", target], check=True
-    )
-    return ctypes.CDLL(str(target))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "FLAGS", (*flags, "-O1", "-march=x86-64-v3"))
+        return build.cpu_library.__wrapped__("decoder", "ROW_TYPE=float")
 
 
 def test_one_call_in_float32_gives_what_steps_give_and_rows_are_independent(

@@ -1,10 +1,8 @@
 """Products of packed weights against the dequantised weight in float64, on every path that this CPU has."""
 
-import ctypes
 import mmap
 import shutil
 import subprocess
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -228,7 +226,7 @@ def test_kernels_compile_for_arm() -> None:
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler: apt-get install g++")
 @pytest.mark.parametrize("target", ["x86-64", "haswell", "icelake-server"])
-def test_older_cpus_compute_the_same(target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_older_cpus_compute_the_same(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same file compiled for AVX2 alone, and for AVX512 without bfloat16, where this CPU runs such code.
 
     x86-64 without either runs the code of Arm: the compiler's own vectors.
@@ -240,10 +238,10 @@ def test_older_cpus_compute_the_same(target: str, tmp_path: Path, monkeypatch: p
     }[target]
     if not needed <= cpu_flags():
         pytest.skip(f"needs a CPU that runs code for {target}")
-    library = tmp_path / "packed.so"
-    subprocess.run(["g++", *QUICK, "-Wno-psabi", f"-march={target}", "-shared", SOURCE, "-o", library], check=True)
-    monkeypatch.setattr(packed_linear, "cpu_library", partial(_loaded, library))
-    monkeypatch.setattr(linear, "cpu_library", partial(_loaded, library))
+    monkeypatch.setattr(build, "FLAGS", (*QUICK, "-Wno-psabi", f"-march={target}"))
+    library = build.cpu_library.__wrapped__("packed")
+    monkeypatch.setattr(packed_linear, "cpu_library", lambda _: library)
+    monkeypatch.setattr(linear, "cpu_library", lambda _: library)
     assert rounds_rows() == (target != "x86-64")
     for kind, group, offsets, block in FORMS:
         if group == 80:
@@ -259,7 +257,3 @@ def test_older_cpus_compute_the_same(target: str, tmp_path: Path, monkeypatch: p
                 "0.026 at most for 60 seeds; a wrong order of columns has 1"
             )
             assert torch.equal(rounding(x[:2]), rounding(x)[:2])
-
-
-def _loaded(library: Path, _: str) -> ctypes.CDLL:
-    return ctypes.CDLL(str(library))
