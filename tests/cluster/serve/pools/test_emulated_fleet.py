@@ -40,14 +40,19 @@ def url(ray_cluster: None, small_model_dir: Path) -> Iterator[str]:
         yield url
 
 
+@pytest.fixture(scope="module")
+def whole(url: str) -> list[int]:
+    """The tokens of an undisturbed stream. A step takes a fifteenth of a second."""
+    return stream(url).result()
+
+
 def stream(url: str, model: str = "smol", num_tokens: int = 600, name: str = "") -> TokenStream:
     body = {"model": model, "prompt": prompt(1, num_tokens), "max_tokens": 60, "seed": 7}
     return TokenStream(url, "/v1/completions", body, name)
 
 
-def test_killed_emulated_replica_leaves_its_stream_the_tokens_of_an_undisturbed_one(url: str) -> None:
-    """The pages of both streams came from another replica. A step takes a fifteenth of a second."""
-    whole = stream(url).result()
+def test_killed_emulated_replica_leaves_its_stream_the_tokens_of_an_undisturbed_one(url: str, whole: list[int]) -> None:
+    """The pages of both streams came from another replica."""
     assert len(whole) == 60
     disturbed = stream(url)
     eventually(lambda: len(disturbed.tokens) > 5, "no stream")
@@ -82,8 +87,7 @@ def test_request_for_model_without_replica_starts_one_and_waits_unless_its_class
     assert (cache_dir() / "starts.json").is_file(), "the next start is predicted from this one"
 
 
-def test_loss_of_one_models_replica_leaves_the_other_models_stream_undisturbed(url: str) -> None:
-    whole = stream(url).result()
+def test_loss_of_one_models_replica_leaves_the_other_models_stream_undisturbed(url: str, whole: list[int]) -> None:
     httpx.post(f"{url}/v1/completions", json={"model": "later", "prompt": "a", "max_tokens": 1}, timeout=60)
     disturbed = stream(url, name="undisturbed")
     eventually(lambda: len(disturbed.tokens) > 5, "no stream")
