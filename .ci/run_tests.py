@@ -101,7 +101,7 @@ def waiting(files: Iterable[str], record: dict[str, Seconds]) -> list[str]:
 def groups(files: Iterable[str], record: dict[str, Seconds], together: Iterable[str] = ()) -> deque[list[str]]:
     """Cut the files, in order of their paths, into groups of about GROUP_S. The group that waits most comes first.
 
-    `together`: files of one more group, before all. To start a Ray for each of several groups takes 5 s of a core.
+    `together`: files of one more group, before all: those with a Ray, which is started once for them.
     The group in which the two lanes meet is cut into small ones, so that no lane ends long before the other.
     """
     made = sorted(_cut(sorted(files), record, GROUP_S), key=lambda group: _computing(group, record))
