@@ -65,7 +65,7 @@ REPLICA_ROOMS = {  # likewise of workers/replica
     "tiers": {"ranks"},
     "engine": {"ranks", "tiers"},
     "transfer": {"ranks", "engine"},
-    "serving": {"ranks", "engine", "transfer"},
+    "serving": {"ranks", "tiers", "engine", "transfer"},
 }
 INNER_ROOMS = {"cluster/api": API_ROOMS, "workers/replica": REPLICA_ROOMS}
 FLOORS_WITHIN: dict[str, list[set[str]]] = {
