@@ -144,6 +144,7 @@ class PrefillScheduler:
     def _fill(self, budget: ChunkBudget, prefills: Sequence[Request]) -> list[Scheduled]:
         encoding = self.forecast.encoding
         chunks: list[Scheduled] = []
+        charges: list[tuple[Request, float]] = []
         startable = Startable(self.table)
         without_place = set[tuple[int, str]]()  # tenants that must leave the last places of a class to others
         for request in prefills:
@@ -177,7 +178,10 @@ class PrefillScheduler:
                 if request.items:
                     prompt = prompt._replace(encoder_seconds=encoding.take(request, start, num_tokens))
                 budget.take(prompt, num_tokens)
-                self._count(request, start, num_tokens, prompt.encoder_seconds)
+                charges.append((request, self._count(request, start, num_tokens, prompt.encoder_seconds)))
+        if self.table.tenants.in_use:
+            for request, seconds in charges:  # only now: who may start is told by the turns before this step
+                self.table.tenants.charge(request, seconds)
         return chunks
 
     def _start(self, request: Request, budget: ChunkBudget) -> bool | None:
@@ -237,13 +241,12 @@ class PrefillScheduler:
         starvation_s = table.config.starvation_s
         return prefill_reason(request, table.now, table.prefilled.tokens, starvation_s, table.tenants)
 
-    def _count(self, request: Request, start: int, num_tokens: int, encoder_seconds: float) -> None:
+    def _count(self, request: Request, start: int, num_tokens: int, encoder_seconds: float) -> float:
+        """Count a chunk, and return its seconds of this replica's time; 0 without a cost."""
         totals = self.table.prefilled
         totals.tokens += num_tokens
         totals.tokens_by_priority[request.priority] += num_tokens
-        if self.forecast.cost is not None:
-            seconds = self.forecast.factor(request) * self.forecast.chunk_seconds(request, start, num_tokens)
-            seconds = self.forecast.interval_share * (seconds + encoder_seconds)
-            totals.seconds += seconds
-            if self.table.tenants.in_use:
-                self.table.tenants.charge(request, seconds)
+        seconds = self.forecast.factor(request) * self.forecast.chunk_seconds(request, start, num_tokens)
+        seconds = self.forecast.interval_share * (seconds + encoder_seconds)
+        totals.seconds += seconds
+        return seconds

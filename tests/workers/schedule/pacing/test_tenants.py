@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
-from hypothesis import Phase, given, settings
+from hypothesis import Phase, example, given, settings
 from hypothesis import strategies as st
 
 from crossdock.workers.schedule.batch import Batch
@@ -165,8 +165,16 @@ plans = st.lists(
 )
 
 
+LACKS_PAGES_BEFORE_A_CHUNK = [  # after the chunk of another, a third one may pass
+    *((0.0, tokens, 7, "interactive") for tokens in (194, 250)),
+    *[(1.0, 1, 1, "interactive")] * 6,
+    *[(0.25, 32, 1, "interactive"), (0.25, 36, 9, "interactive"), (0.125, 34, 11, "interactive")],
+]
+
+
 @settings(max_examples=20)
 @given(plans, st.integers(76, 200), st.sampled_from([{}, {"admission": "reject"}, {"prefill_order": "fcfs"}]))
+@example(LACKS_PAGES_BEFORE_A_CHUNK, 76, {})
 def test_history_of_one_tenant_is_that_without_tenants(
     plan: list[tuple[float, int, int, str]], num_pages: int, config: dict[str, Any]
 ) -> None:
