@@ -122,6 +122,88 @@ void multiply_tiles(const bf16* x, int64_t T, const Matrix& w, const Matrix& nex
     _tile_release();
 }
 
+// --- codes ----------------------------------------------------------------------------------------------------------
+
+constexpr int NUMBERED = 4;           // panels whose codes become numbers together
+constexpr int64_t SPAN = 128;         // columns of them: they stay in the first cache
+constexpr int64_t MOST_ROWS = 256;    // whose sums a thread keeps
+constexpr int64_t LEAST_GROUP = 64;   // columns; with smaller groups, or nibbles, one row would be slower than by `multiply`
+
+// Whether rows of bf16 are multiplied by codes here: any number of rows, as each sum must have one order.
+inline bool are_codes_in_tiles(const Matrix& w) { return (w.kind == INT8 || w.kind == E4M3) && w.group >= LEAST_GROUP && amx::may_use_tiles(); }
+
+// Returns the columns that tiles multiply at a time: half a tile where a whole one would cut groups.
+inline int tile_columns(const Matrix& w) { return w.K % amx::PAIR || (w.group < w.K && w.group % amx::PAIR) ? amx::RUN : amx::PAIR; }
+
+// Adds the products of `count` rows, at most MB, with columns [from, end) of panel n, whose numbers are made, to `out` [MB].
+template <int MB>
+__attribute__((noinline)) void coded_tile(RowsOf<bf16> x, int count, const Matrix& w, int64_t n, int64_t from, int64_t end, const uint32_t* numbers, vec* out) {
+    using namespace amx;
+    asm volatile("" ::: "memory");  // compilers do not see what loads of tiles read
+    alignas(64) float sums[RUN][RUN] = {};
+    vec acc[MB];
+    std::memcpy(acc, out, sizeof acc);
+    const int64_t step = tile_columns(w);
+    for (int64_t k = from, last; k < end; k = last) {
+        const int64_t g = k / w.group;
+        last = std::min(end, (g + 1) * w.group);
+        if (w.offsets && k == g * w.group) {
+            const vec offset = load(w.grid(w.offsets, n, g));
+            for (int m = 0; m < MB; ++m) acc[m] = multiply_add(splat(x.sums[std::min(m, count - 1) * w.num_groups() + g]), offset, acc[m]);
+        }
+        _tile_zero(0);
+        for (int64_t column = k; column < last; column += step, numbers += step / 2 * PANEL) {
+            _tile_loadd(4, x.x + column, w.K * 2);
+            _tile_loadd(6, numbers, 64);
+            _tile_dpbf16ps(0, 4, 6);
+        }
+        _tile_stored(0, sums, 64);
+        const vec scale = load(w.grid(w.scales, n, g));
+        for (int m = 0; m < MB; ++m) acc[m] = multiply_add(load(sums[m]), scale, acc[m]);
+    }
+    std::memcpy(out, acc, sizeof acc);
+}
+
+// This thread's share of x [T, K] times a weight of codes, as `multiply`.
+template <class Source, class Write>
+void multiply_codes(RowsOf<bf16> x, int64_t T, const Matrix& w, int tid, int nt, Write& write) {
+    using namespace amx;
+    const int64_t panels = w.N / PANEL, groups = (panels + NUMBERED - 1) / NUMBERED, blocks = (T + MOST_ROWS - 1) / MOST_ROWS;
+    const int64_t span = w.group > SPAN ? SPAN : SPAN / w.group * w.group, tasks = groups * blocks;
+    const int count = int(std::min<int64_t>(T, RUN));
+    alignas(64) uint32_t numbers[NUMBERED][SPAN / 2 * PANEL];
+    vec sums[NUMBERED * MOST_ROWS];
+    Shape shape;
+    shape.rows[0] = shape.rows[4] = uint8_t(count);
+    shape.bytes[4] = uint16_t(tile_columns(w) * 2), shape.rows[6] = uint8_t(tile_columns(w) / 2);
+    shape.use();
+    Source source(w, 0);
+    for (int64_t task = tasks * tid / nt; task < tasks * (tid + 1) / nt; ++task) {
+        const int64_t n = task % groups * NUMBERED, begin = task / groups * MOST_ROWS, end = std::min(T, begin + MOST_ROWS);
+        for (int p = 0; p < NUMBERED; ++p) source.codes[p] = w.words(std::min(n + p, panels - 1));
+        std::fill_n(sums, NUMBERED * ((end - begin + RUN - 1) / RUN * RUN), vec{});
+        for (int64_t from = 0; from < w.K; from += span) {
+            const int64_t to = std::min(from + span, w.K);
+            write_numbers(source, from, to, SPAN / 2 * PANEL, *numbers);
+            vec* out = sums;
+            for (int64_t row = begin; row < end; row += RUN)
+                for (int p = 0; p < NUMBERED && n + p < panels; ++p, out += RUN) {
+                    // To fill the last tile rows before it are computed again: another shape in between takes longer.
+                    const int64_t t = std::min(row, T - count);
+                    const RowsOf<bf16> rows{x.x + t * w.K, x.sums + t * w.num_groups()};
+                    if (count == 1)
+                        coded_tile<1>(rows, count, w, n + p, from, to, numbers[p], out);
+                    else if (count <= 4)
+                        coded_tile<4>(rows, count, w, n + p, from, to, numbers[p], out);
+                    else
+                        coded_tile<RUN>(rows, count, w, n + p, from, to, numbers[p], out);
+                    for (int64_t m = row - t; to == w.K && m < count; ++m) write(t + m, n + p, reinterpret_cast<vec(&)[1]>(out[m]));
+                }
+        }
+    }
+    _tile_release();
+}
+
 }  // namespace packed
 
 #endif
@@ -133,8 +215,14 @@ namespace packed {
 template <int NB, class X, class Write>
 void multiply_rows(const X* x, int64_t T, const Matrix& w, [[maybe_unused]] const Matrix& next, int tid, int nt, Write write) {
 #if defined(WITH_AMX)
-    if constexpr (std::is_same_v<X, bf16>)
+    if constexpr (std::is_same_v<X, bf16>) {
         if (is_in_tiles(w)) return multiply_tiles(x, T, w, next, tid, nt, write);
+        if (T > 0 && are_codes_in_tiles(w))
+            return with_kind(w, [&](auto kind, auto has_offsets) {
+                using Source = typename SourcesOf<X>::template Source<kind.value, has_offsets.value, NUMBERED>;
+                if constexpr (kind.value == INT8 || kind.value == E4M3) multiply_codes<Source>({x, w.offsets ? sums_of_groups(x, T, w) : nullptr}, T, w, tid, nt, write);
+            });
+    }
 #endif
     multiply<NB>(x, T, w, tid, nt, write);
 }

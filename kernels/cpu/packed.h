@@ -381,18 +381,19 @@ __attribute__((noinline)) void tile(Source source, const Matrix& w, RowsOf<typen
     std::memcpy(sums, out, sizeof out);
 }
 
-// Writes the numbers of a source to memory, in the order of `Stored`.
+// Writes the numbers of columns [begin, end) of a source to memory, in the order of `Stored`. `panel`: the words from one panel to the next.
 template <class Source>
-__attribute__((noinline)) void write_numbers(Source w, int64_t K, uint32_t* to) {
-    constexpr int STEP = Source::Numbers::STEP;
-    for (int64_t from = 0, g = 0; from < K; from += w.group(), ++g) {
+__attribute__((noinline)) void write_numbers(Source&& w, int64_t begin, int64_t end, int64_t panel, uint32_t* to) {
+    using Of = std::remove_reference_t<Source>;
+    constexpr int STEP = Of::Numbers::STEP;
+    for (int64_t from = begin, g = begin / w.group(); from < end; from = ++g * w.group()) {
         w.enter(g);
-        for (int64_t k = from, end = std::min(K, from + w.group()); k < end; k += Source::COLUMNS) {
+        for (int64_t k = from, last = std::min(end, (g + 1) * w.group()); k < last; k += Of::COLUMNS) {
             w.read(k);
 #pragma GCC unroll 8
-            for (int j = 0; j < Source::COLUMNS / STEP; ++j)
-                for (int v = 0; v < Source::V; ++v)
-                    store(to + (v / PARTS * (K / STEP) + k / STEP + j) * PANEL + v % PARTS * LANES, w.number(j, v));
+            for (int j = 0; j < Of::COLUMNS / STEP; ++j)
+                for (int v = 0; v < Of::V; ++v)
+                    store(to + v / PARTS * panel + ((k - begin) / STEP + j) * PANEL + v % PARTS * LANES, w.number(j, v));
         }
     }
 }
@@ -492,7 +493,8 @@ template <class X, int NB>
 void numbers_of(const Matrix& w, int64_t n, uint32_t* to) {
     with_kind(w, [&](auto kind, auto has_offsets) {
         if constexpr (kind.value != PLAIN || std::is_same_v<X, float>)
-            write_numbers(typename SourcesOf<X>::template Source<kind.value, has_offsets.value, NB>(w, n), w.K, to);
+            write_numbers(typename SourcesOf<X>::template Source<kind.value, has_offsets.value, NB>(w, n), 0, w.K,
+                          w.K / SourcesOf<X>::Numbers::STEP * PANEL, to);
     });
 }
 

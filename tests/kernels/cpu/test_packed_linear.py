@@ -23,7 +23,7 @@ from crossdock.kernels.cpu.packed_linear import (
 from crossdock.kernels.packed import Kind, PackedMatrix
 
 ARM = "aarch64-linux-gnu-g++"
-ROWS = (1, 2, 3, 5, 8, 9, 13, 64, 65)
+ROWS = (1, 2, 3, 5, 8, 9, 13, 17, 64, 65, 270)  # of AMX: a tile of rows and one more, blocks of 256 and some more
 ROUNDED = 1.01 * 2**-8  # most of a number in bfloat16, and a little of its sum
 FORMS: list[tuple[Kind, int, bool, int]] = [  # kind, columns of a group, offsets, rows of a block
     ("int4", 32, False, 1),
@@ -86,6 +86,25 @@ def test_product_is_exact_to_rounding_and_rows_are_independent(
         assert not whole[5].any()
         for count in (0, *ROWS):
             assert torch.equal(product(x[:count]), whole[:count]), count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("kind", "group", "offsets", "block"), FORMS)
+def test_errors_of_sums_are_those_of_any_count_of_rows(
+    kind: Kind, group: int, offsets: bool, block: int, dtype: torch.dtype
+) -> None:
+    """All sums are zero, so that float32's errors are left, of which another order of a sum has others."""
+    half = matrix(kind, 48, -(-256 // group) * group if group < 256 else 256, group, offsets, block)
+    codes, *grids = (torch.cat([each, each], 1) for each in half.tensors)
+    product = PackedProduct(
+        PackedPanels.of(PackedMatrix(kind, codes, *grids, *[None] * (not offsets), half.group, half.block_rows))
+    )
+    x = torch.randn(max(ROWS), half.shape[1]) * 2.0 ** torch.randint(-6, 7, (max(ROWS), half.shape[1]))
+    x = torch.cat([x, -x], 1).to(dtype)
+    whole = product(x)
+    assert whole.any()
+    for count in ROWS:
+        assert torch.equal(product(x[:count]), whole[:count]), count
 
 
 @pytest.mark.parametrize(("kind", "group", "offsets", "block"), FORMS)
@@ -225,9 +244,9 @@ def test_kernels_compile_for_arm() -> None:
 
 
 @pytest.mark.skipif(not shutil.which("g++"), reason="needs a compiler: apt-get install g++")
-@pytest.mark.parametrize("target", ["x86-64", "haswell", "icelake-server"])
+@pytest.mark.parametrize("target", ["x86-64", "haswell", "icelake-server", "cooperlake"])
 def test_older_cpus_compute_the_same(target: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The same file compiled for AVX2 alone, and for AVX512 without bfloat16, where this CPU runs such code.
+    """The same file compiled for AVX2 alone, and for AVX512 without bfloat16 or without AMX, where this CPU runs it.
 
     x86-64 without either runs the code of Arm: the compiler's own vectors.
     """
@@ -235,6 +254,7 @@ def test_older_cpus_compute_the_same(target: str, monkeypatch: pytest.MonkeyPatc
         "x86-64": {"sse2"},
         "haswell": {"avx2", "fma"},
         "icelake-server": {"avx512bw", "avx512_vnni", "avx512_vbmi2"},
+        "cooperlake": {"avx512bw", "avx512_vnni", "avx512_bf16"},
     }[target]
     if not needed <= cpu_flags():
         pytest.skip(f"needs a CPU that runs code for {target}")
