@@ -134,6 +134,7 @@ FIGURE = re.compile(r"[+-]?(\d+(\.\d+)?(e[+-]?\d+)?|Inf)|NaN")
 LABELS = {  # label: its values, which the configuration and the code know, and no request
     "replica": "r0",
     "version": "default",
+    "level": "[012]",
     "ingress": "0",
     "slo_class": "interactive|standard|batch",
     "le": r"[\d.e+-]+|\+Inf",
