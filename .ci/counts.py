@@ -16,7 +16,7 @@ from statistics import mean, median
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
     "lines of code": 69_711,
-    "lines of tests": 66_999,
+    "lines of tests": 67_000,
     "lines of benchmarks": 10_499,
     "lines of benchmarks/RESULTS.md": 500,
     "Python files in the largest folder": 20,
