@@ -246,6 +246,8 @@ class PrefillScheduler:
         totals = self.table.prefilled
         totals.tokens += num_tokens
         totals.tokens_by_priority[request.priority] += num_tokens
+        if self.forecast.cost is None:
+            return 0.0
         seconds = self.forecast.factor(request) * self.forecast.chunk_seconds(request, start, num_tokens)
         seconds = self.forecast.interval_share * (seconds + encoder_seconds)
         totals.seconds += seconds
