@@ -15,7 +15,7 @@ from statistics import mean, median
 
 CODE = ("cluster", "router", "workers", "kvtransfer", "kernels", ".ci")
 BUDGETS = {  # count: the most that there may be
-    "lines of code": 69_711,
+    "lines of code": 69_717,
     "lines of tests": 67_000,
     "lines of benchmarks": 10_499,
     "lines of benchmarks/RESULTS.md": 500,

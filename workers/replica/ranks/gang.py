@@ -112,14 +112,18 @@ class Gang:
     @property
     def page_budget(self) -> PageBudget:
         """How many pages every rank has memory for."""
-        ready = [follower.ready for follower in self._followers.values() if follower.ready is not None]
-        return common_page_budget([self._own_budget, *(PageBudget(rank.num_pages, rank.page_bytes) for rank in ready)])
+        return common_page_budget(self._budgets)
 
     @property
     def page_bytes(self) -> int:
         """The bytes of a page, of all ranks together."""
+        return sum(rank.page_bytes for rank in self._budgets)
+
+    @property
+    def _budgets(self) -> list[PageBudget]:
+        """List what each rank that is ready has memory for."""
         ready = [follower.ready for follower in self._followers.values() if follower.ready is not None]
-        return self._own_budget.page_bytes + sum(rank.page_bytes for rank in ready)
+        return [self._own_budget, *(PageBudget(rank.num_pages, rank.page_bytes) for rank in ready)]
 
     @property
     def held_by_rank(self) -> list[HeldLayers]:
