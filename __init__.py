@@ -1,10 +1,11 @@
-"""Crossdock from Python: `LLM` computes prompts in this process, without Ray and without HTTP."""
+"""Crossdock from Python: `LLM` computes prompts in this process, `build_app` makes an application for Ray Serve."""
 
 import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from crossdock.cluster.config import ClusterConfig
     from crossdock.cluster.offline.llm import LLM
     from crossdock.cluster.offline.outputs import (
         CompletionOutput,
@@ -14,21 +15,26 @@ if TYPE_CHECKING:
     )
     from crossdock.cluster.offline.sampling_params import PromptParams as SamplingParams
     from crossdock.cluster.offline.sampling_params import StructuredOutputsParams
+    from crossdock.cluster.serve.build import build_app
 
 __all__ = [
     "LLM",
+    "ClusterConfig",
     "CompletionOutput",
     "EmbeddingRequestOutput",
     "RequestOutput",
     "SamplingParams",
     "ScoringRequestOutput",
     "StructuredOutputsParams",
+    "build_app",
 ]
 
 _PLACES = {  # of names that are not in outputs.py
-    "LLM": ("llm", "LLM"),
-    "SamplingParams": ("sampling_params", "PromptParams"),
-    "StructuredOutputsParams": ("sampling_params", "StructuredOutputsParams"),
+    "ClusterConfig": ("config", "ClusterConfig"),
+    "LLM": ("offline.llm", "LLM"),
+    "SamplingParams": ("offline.sampling_params", "PromptParams"),
+    "StructuredOutputsParams": ("offline.sampling_params", "StructuredOutputsParams"),
+    "build_app": ("serve.build", "build_app"),
 }
 
 
@@ -37,5 +43,5 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'crossdock' has no attribute {name!r}; it has {', '.join(__all__)}")
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")  # as in replicas; torch reads it when imported
-    module, own_name = _PLACES.get(name, ("outputs", name))
-    return getattr(import_module(f"crossdock.cluster.offline.{module}"), own_name)
+    module, own_name = _PLACES.get(name, ("offline.outputs", name))
+    return getattr(import_module(f"crossdock.cluster.{module}"), own_name)

@@ -20,7 +20,9 @@ RECORDS = {  # an object, or one field of it: why it may change
         ("module", "mixer", "attention", "norm", "linear", "decoder", "mixture", "mixture.experts"), MODULES
     ),
     **dict.fromkeys(("model.lm_head", "parameter", "replacement.module", "rotary"), MODULES),
-    **dict.fromkeys(("model.config.rms_norm_eps", "tokenizer.backend_tokenizer"), "written to a converted checkpoint"),
+    **dict.fromkeys(
+        ("model.config.rms_norm_eps", "tokenizer", "backend", "backend.model"), "written to a converted checkpoint"
+    ),
     **dict.fromkeys(("part.request", "self.seen", "stream.seen"), REQUEST),
     **dict.fromkeys(
         ("engine.scheduler.forecast.scored_factor", "self.scheduler.encoding.cost", "pipeline.deadline"), LEARNT

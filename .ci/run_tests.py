@@ -53,7 +53,9 @@ PURE = (
     "tests/test_checks_of_tests.py",
     "tests/test_run_tests.py",
 )
-GROWTH, FLOOR_S = 3.0, 30.0  # a file may take three times its share, and 30 s more: what is slow differs by machine
+# A file may take three times its share, and 30 s more: what is slow differs by machine.
+GROWTH = 3.0
+FLOOR_S = 30.0
 _SUBREAPER = 36  # prctl's PR_SET_CHILD_SUBREAPER: processes whose parent has ended become children of this one
 _TOLD = ("FAILED ", "ERROR ", "hole: ")
 FORKS = multiprocessing.get_context("forkserver")

@@ -1,6 +1,6 @@
 """Does every command of README and docs/ run as documented, and in how many seconds?
 
-    python benchmarks/documented_commands.py                     # about 15 minutes on two cores
+    python benchmarks/documented_commands.py                     # half an hour on two cores
     python benchmarks/documented_commands.py --only 'simulate'   # commands that match an expression
 
 Prints a row per command: seconds, seconds of CPU and exit code. For a server the seconds are those until it has
@@ -11,6 +11,7 @@ A command that needs what this machine lacks is listed with the reason. Exits wi
 
 import argparse
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -29,11 +30,11 @@ from servers import add_server_options, log_of, serving
 from tables import hardware, markdown, today, write
 
 from crossdock.workers.model.weights.checkpoint import default_model_dir
-from tests.test_documented_commands import FENCE, PAGES, ROOT, commands
+from tests.test_documented_commands import FENCE, GUIDE, ROOT, commands
 
 BIN = Path(sys.executable).parent
 SERVER_PORT = "8000"  # as documented
-OWN_MODEL = r"\./(big-|bigger-|my-)?model|Qwen/Qwen3-0\.6B"
+OWN_MODEL = r"\./(big-|bigger-|my-)?model|\./Llama-3\.1-8B-AWQ|\bMODEL\b|Qwen/Qwen3-0\.6B"
 # Why a command is not run, by the start of the command.
 NOT_RUN = {
     "sudo ": "installs packages of the system",
@@ -44,8 +45,19 @@ NOT_RUN = {
     "kubectl ": "needs a Kubernetes cluster",
     "ray ": "needs machines that it may start",
     "serve deploy": "needs the cluster of `ray up`",
-    "python benchmarks/": "makes a table of benchmarks/RESULTS.md",
+    "python benchmarks/": "makes a table of benchmarks/records",
     "python -m verl": "needs the package verl, and GPUs for its trainer",
+}
+
+# Why a command is not run, by an expression that it contains.
+LACKING = {
+    r"VL-": "needs a model of pictures from the hub",
+    r"Qwen3-8B": "needs a model with a longer context than the default model's",
+    r"lora": "needs an adapter",
+    r"/(pause|is_paused|resume|sleep|is_sleeping|wake_up)\b": "needs a server with --enable-rollouts",
+    r"/qwen/": "needs two applications on one cluster",
+    r"200GiB": "needs a folder of 200 GiB",
+    r"timed\.yaml": "its file is made in the walkthrough",
 }
 
 Outcome = tuple[str, str, str]  # seconds, seconds of CPU, and exit code or the reason why there is none
@@ -64,26 +76,28 @@ class Documented:
 
     @property
     def needs_server(self) -> bool:
-        return "http://" in self.line or self.line.startswith(("crossdock chat", "crossdock top"))
+        return (
+            "http://" in self.line
+            or "localhost:" in self.line
+            or self.line.startswith(("crossdock chat", "crossdock top"))
+        )
 
     def reason(self) -> str | None:
         """Return why the command is not run here; None if it is run."""
         for start, reason in NOT_RUN.items():
             if self.line.startswith(start):
                 return reason
+        if shutil.which(program := self.line.split()[0], path=f"{BIN}{os.pathsep}{os.environ['PATH']}") is None:
+            return f"needs the program {program}"
         if ranks := _ranks(self.line):
             return f"needs {ranks} cores: one for each rank" if ranks > (os.cpu_count() or 1) else None
-        if "VL-" in self.line:
-            return "needs a model of pictures from the hub"
-        if "timed.yaml" in self.line:
-            return "its file is made in the walkthrough"
-        return None
+        return next((reason for lacking, reason in LACKING.items() if re.search(lacking, self.line)), None)
 
 
 def documented() -> list[Documented]:
     """Return the commands of README and docs/, each once, under the first page that has it."""
     found: dict[str, Documented] = {}
-    for page in PAGES[:-1]:  # the last is RESULTS.md, whose commands make its tables
+    for page in GUIDE:
         for block in FENCE.findall(page.read_text()):
             for words in commands(block):
                 line = shlex.join([words[0].removeprefix(".venv/bin/"), *words[1:]])
@@ -109,7 +123,7 @@ def adapted(line: str, port: int) -> list[str]:
         args += ["--url", f"http://127.0.0.1:{port}"]
     elif line.startswith("crossdock top"):
         args += [f"http://127.0.0.1:{port}"]
-    return [str(BIN / program), *args]
+    return [str(BIN / program) if (BIN / program).exists() else program, *args]
 
 
 def fill(folder: Path, port: int) -> None:
@@ -117,13 +131,21 @@ def fill(folder: Path, port: int) -> None:
     (folder / "model").symlink_to(default_model_dir())
     (folder / "benchmarks").symlink_to(ROOT / "benchmarks")
     shutil.copytree(ROOT / "manifests", folder / "manifests")
-    manifest = folder / "manifests" / "serve.yaml"
-    manifest.write_text(manifest.read_text().replace(f"port: {SERVER_PORT}", f"port: {port}"))
+    fill_manifest(folder, port)
     configuration = subprocess.run([BIN / "crossdock", "config"], capture_output=True, check=True).stdout
     for name in ("cluster.yaml", "tune.yaml"):  # `crossdock tune` writes over the second
         (folder / name).write_bytes(configuration)
     request = '{{"timestamp": {}, "input_length": 256, "output_length": 16, "hash_ids": [{}]}}\n'
     (folder / "mooncake.jsonl").write_text("".join(request.format(500 * n, n) for n in range(20)))
+    body = {"model": "SmolLM2-135M-Instruct", "messages": [{"role": "user", "content": "Hello."}], "max_tokens": 4}
+    line = {"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": body}
+    (folder / "in.jsonl").write_text(json.dumps(line))
+
+
+def fill_manifest(folder: Path, port: int) -> None:
+    """Write the manifest of `serve run`, with this port."""
+    text = (ROOT / "manifests" / "serve.yaml").read_text().replace(f"port: {SERVER_PORT}", f"port: {port}")
+    (folder / "manifests" / "serve.yaml").write_text(text)
 
 
 def run(words: list[str], folder: Path, args: argparse.Namespace, log: Path) -> Outcome:
@@ -192,7 +214,7 @@ def main() -> None:
             lines.append([f"`{command.line}`", command.page, *outcome])
             print(f"{seconds:>7} {cpu:>7}  {code:<3}  {command.line}", flush=True)
     caption = f"{hardware()}; {today()}."
-    write(args.output, f"{caption}\n\n{markdown(lines)}", {"date": today(), "hardware": hardware(), "rows": lines[1:]})
+    write(args, f"{caption}\n\n{markdown(lines)}", {"date": today(), "hardware": hardware(), "rows": lines[1:]})
     sys.exit(has_failed)
 
 

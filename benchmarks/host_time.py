@@ -35,8 +35,8 @@ from crossdock.workers.replica.engine.step_sampler import StepSampler, _DrawnSte
 from crossdock.workers.replica.serving.interpreter import prepare_interpreter
 from crossdock.workers.schedule.ahead import assume_ended
 from crossdock.workers.schedule.cost.cost import StepWork
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from crossdock.workers.schedule.scheduler import Scheduler
-from crossdock.workers.schedule.submission import SamplingParams, Submission
 
 VOCAB = 8
 STEP_S = 0.02

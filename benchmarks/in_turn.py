@@ -65,6 +65,6 @@ def report(
     head = f"{args.model.name}; {hardware()}; {today()}; medians of {args.repeats}; {caption}."
     text = "\n".join(show(part, rows) for part, rows in results.items())
     data = {"date": today(), "hardware": hardware(), "medians": results, "passes": passes}
-    write(args.output, f"{head}\n\n{text}", data)
+    write(args, f"{head}\n\n{text}", data)
     if not passes:
         sys.exit(1)

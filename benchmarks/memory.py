@@ -135,7 +135,7 @@ def main() -> None:
     roles = {name: medians([found.get(name, {}) for _, found in measured]) for name in measured[0][1]}
     text = f"{today()}, {hardware()}; load {os.getloadavg()[0]:.1f}; {' '.join(sys.argv[1:])}\n\n"
     text += f"ready after {ready:.2f} s\n\n{table(roles, 'PSS, anonymous, private: MiB')}"
-    write(args.output, text, {"ready_s": ready, "memory": roles, "all": measured})
+    write(args, text, {"ready_s": ready, "memory": roles, "all": measured})
 
 
 if __name__ == "__main__":

@@ -60,12 +60,6 @@ def answering(checkout: Path, script: Path, function: str) -> Iterator[Checkout]
                 process.wait()
 
 
-def commit_of(checkout: Path) -> str:
-    """Return the commit of a checkout, and whether files differ from it; the folder's name where git knows none."""
-    asked = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=7", "--exclude", "*"]
-    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or checkout.name
-
-
 def in_rounds(
     sides: Sequence[Checkout], rounds: int, questions: Mapping[str, Callable[[Checkout, int], float]]
 ) -> dict[str, list[list[float]]]:

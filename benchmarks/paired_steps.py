@@ -17,8 +17,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from paired import Checkout, answering, commit_of, in_rounds, report
-from tables import hardware, today, write
+from paired import Checkout, answering, in_rounds, report
+from tables import add_output_options, commit_of, hardware, today, write
 
 ROOT = Path(__file__).resolve().parents[1]
 STREAMS = ((1, 100), (8, 100), (8, 700), (32, 300), (64, 100))  # streams, and tokens of each one's prompt
@@ -40,9 +40,9 @@ def median_step(model: str | None, streams: int, tokens: int, num_steps: int, sa
     Prompts of streams are cached after the first time. Those of chunks have the `salt`, so that they are computed.
     """
     try:
-        from crossdock.workers.schedule.submission import SamplingParams, Submission
+        from crossdock.workers.schedule.request.submission import SamplingParams, Submission
     except ImportError:  # of a checkout from before that file
-        from crossdock.workers.schedule.request import SamplingParams, Submission  # type: ignore[attr-defined, no-redef, assignment]
+        from crossdock.workers.schedule.request.request import SamplingParams, Submission
 
     engine = _engine(model)
     names = [f"{number}" for number in range(streams or num_steps)]
@@ -71,7 +71,7 @@ def parse_args() -> argparse.Namespace:
     parser.add_argument("--model", help="directory or hub name (default: the embedded model)")
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--steps", type=int, default=12, help="of one shape in one turn (default: %(default)s)")
-    parser.add_argument("--output", type=Path, default=ROOT / ".cache" / "paired-steps" / "results")
+    add_output_options(parser, "paired-steps")
     return parser.parse_args()
 
 
@@ -91,7 +91,7 @@ def main() -> None:
         found = in_rounds(sides, args.rounds, {name: partial(ask, shape) for name, shape in shapes.items()})
     text = f"{args.model or 'default model'}; {hardware()}; {today()}; medians of {args.rounds} rounds.\n\n"
     text += report(found, list(checkouts), "ms")
-    write(args.output, text, {"date": today(), "hardware": hardware(), "checkouts": list(checkouts), "ms": found})
+    write(args, text, {"date": today(), "hardware": hardware(), "checkouts": list(checkouts), "ms": found})
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 import psutil
+from tables import add_output_options
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "CROSSDOCK_PEER_RUN"  # environment variable that all processes of a server inherit
@@ -38,8 +39,7 @@ def add_server_options(parser: argparse.ArgumentParser, name: str, port: int) ->
     parser.add_argument(
         "--crossdock-option", action="append", default=[], metavar="--OPTION=VALUE", help="for every crossdock serve"
     )
-    output = ROOT / ".cache" / name / "results"
-    parser.add_argument("--output", type=Path, default=output, help="files for results and logs, without suffix")
+    add_output_options(parser, name)
 
 
 def crossdock_command(args: argparse.Namespace, *flags: str) -> list[str]:

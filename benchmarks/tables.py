@@ -1,15 +1,22 @@
 """The results of a benchmark: medians over repeats, Markdown tables, and the machine they were measured on."""
 
+import argparse
 import json
 import os
 import platform
+import shlex
 import statistics
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import psutil
+
+ROOT = Path(__file__).resolve().parents[1]
+RECORDS = ROOT / "benchmarks" / "records"
 
 Row = dict[str, float]  # figures by the name of their column
 
@@ -60,9 +67,43 @@ def today() -> str:
     return datetime.now(UTC).date().isoformat()
 
 
-def write(output: Path, text: str, data: object) -> None:
-    """Write `text` to output.md and `data` to output.json, and print the text."""
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.with_suffix(".md").write_text(text)
-    output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
+def commit_of(checkout: Path) -> str:
+    """Return the commit of a checkout, and whether files differ from it; the folder's name where git knows none."""
+    asked = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=7", "--exclude", "*"]
+    return subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip() or checkout.name
+
+
+def add_output_options(parser: argparse.ArgumentParser, name: str) -> None:
+    """Add the options of every benchmark that writes its results. `name`: the benchmark's, used in file names."""
+    output = ROOT / ".cache" / name / "results"
+    parser.add_argument("--output", type=Path, default=output, help="files for results and logs, without suffix")
+    parser.add_argument(
+        "--record",
+        choices=sorted(page.stem for page in RECORDS.glob("*.md")),
+        help="also add the tables, with the command, the commit and the machine, to this page of benchmarks/records",
+    )
+
+
+def write(args: argparse.Namespace, text: str, data: object) -> None:
+    """Write `text` to output.md and `data` to output.json, print the text, and add it to the record if one is named.
+
+    Args:
+        args: with the options of `add_output_options`.
+        text: Markdown, without headings.
+        data: what JSON can hold.
+    """
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.with_suffix(".md").write_text(text)
+    args.output.with_suffix(".json").write_text(json.dumps(data, indent=1) + "\n")
     print("\n" + text)
+    if args.record is not None:
+        page = RECORDS / f"{args.record}.md"
+        page.write_text(f"{page.read_text().rstrip()}\n\n{section(text)}")
+
+
+def section(text: str) -> str:
+    """Return a section of a record: the date, the commit, the machine and the command above the text."""
+    script = Path(sys.argv[0]).resolve()
+    shown = script.relative_to(ROOT) if script.is_relative_to(ROOT) else script
+    command = shlex.join(["python", str(shown), *sys.argv[1:]])
+    return f"## {today()}, `{commit_of(ROOT)}`\n\n{hardware()}\n`{command}`\n\n{text.strip()}\n"

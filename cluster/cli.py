@@ -10,9 +10,10 @@ from importlib.metadata import version as version_of
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand, TyperGroup
+from typer.core import TyperGroup
 from typer.main import get_command
 
+from crossdock.cluster.help_pages import HelpCommand
 from crossdock.cluster.serve.own_ray.forked_replicas import forked_replicas
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT, is_local
 
@@ -163,7 +164,7 @@ def _import(name: str) -> Any:
     if isinstance(found, typer.Typer):
         return get_command(found)
     single = typer.Typer(rich_markup_mode="rich", pretty_exceptions_enable=False, add_completion=False)
-    single.command(name, cls=getattr(found, "command_class", TyperCommand), epilog=subcommand.epilog)(found)
+    single.command(name, cls=getattr(found, "command_class", HelpCommand), epilog=subcommand.epilog)(found)
     return get_command(single)
 
 
@@ -178,5 +179,5 @@ def main() -> None:
 
 def _serves_here(arguments: list[str]) -> bool:
     """Return whether this is a `serve` whose replicas run on this machine: they are forked, see forked_replicas.py."""
-    asks = {"-h", "--help"} & set(arguments)
+    asks = any(argument.partition("=")[0] in ("-h", "--help") for argument in arguments)
     return arguments[:1] == ["serve"] and not asks and is_local()

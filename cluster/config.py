@@ -32,22 +32,28 @@ class ModelConfig(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     path: str | None = Field(
-        None, description="Directory, or hub name (org/name or org/name@revision); null is the embedded SmolLM2-135M."
+        None,
+        json_schema_extra={"format": "model"},
+        description="Directory, or hub name (org/name or org/name@revision); null is the embedded SmolLM2-135M.",
     )
     tokenizer: str | None = Field(
         None,
+        json_schema_extra={"format": "model"},
         description="Directory or hub name of another tokenizer with the model's ids; null: the model's own.",
     )
     chat_template: str | None = Field(
         None,
         min_length=1,
+        json_schema_extra={"format": "path"},
         description="File with the chat template, or the template itself in one line; null: the model's.",
     )
     chat_template_content_format: Literal["auto", "string", "openai"] = Field(
         "auto",
         description="Content of messages in the template: string, or openai's list of parts; auto: what it shows.",
     )
-    served_name: str | None = Field(None, min_length=1, description="Clients' name of the model; null derives it.")
+    served_name: str | None = Field(
+        None, min_length=1, description="The name that clients give; null: made from `path`."
+    )
     dtype: Dtype = Field(
         "auto",
         description="Data type of weights, activations and, unless kv_cache_dtype names another, KV pages; "
@@ -58,6 +64,7 @@ class ModelConfig(BaseModel):
     )
     generation_config: str = Field(
         "auto",
+        json_schema_extra={"format": "path"},
         description="Sampling of requests that leave it open: auto is the model's generation_config.json, vllm none; "
         "else a directory with that file.",
     )
@@ -71,7 +78,9 @@ class ModelConfig(BaseModel):
     )
 
     lora_modules: dict[str, str] = Field(
-        default_factory=dict, description="Folders of LoRA adapters by the names that clients ask for."
+        default_factory=dict,
+        json_schema_extra={"format": "path"},
+        description="Folders of LoRA adapters by the names that clients ask for.",
     )
 
     @property
@@ -117,11 +126,14 @@ class PoolConfig(BaseModel):
     )
     dtype: Dtype | None = Field(None, description="For devices that need another dtype; null is the model's.")
     checkpoint: str | None = Field(
-        None, description="Directory or hub name of the same model in another weight format; null is model.path."
+        None,
+        json_schema_extra={"format": "model"},
+        description="Directory or hub name of the same model in another weight format; null is model.path.",
     )
     engine: EngineConfig | None = Field(None, description="Engine settings that differ from the cluster's.")
     emulated: str | None = Field(
         None,
+        json_schema_extra={"format": "profile"},
         description="Profile whose seconds the replicas take instead of computing: a preset of crossdock simulate or a "
         "JSON file, `h100-8b*4` four times as slowly; null: they compute.",
     )
@@ -210,6 +222,29 @@ class PoolConfig(BaseModel):
         return data
 
 
+class ApplicationConfig(BaseModel):
+    """The Serve application: what tells it from other applications of a Ray cluster."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    name: str = Field(
+        "crossdock",
+        pattern=r"^[A-Za-z0-9._-]+$",
+        description="Name of the Serve application; no other application of the Ray cluster has it.",
+    )
+    route_prefix: str = Field(
+        "/",
+        pattern=r"^(/|(/[A-Za-z0-9._~-]+)+)$",
+        description="Path below which the API answers: /llm gives /llm/v1. No other application of the Ray cluster has "
+        "it.",
+    )
+
+    @property
+    def path(self) -> str:
+        """The route prefix as the beginning of a path: empty for `/`."""
+        return "" if self.route_prefix == "/" else self.route_prefix
+
+
 class ServedModel(BaseModel):
     """One of several models: the sections of a file that serves it alone, with what differs from the others."""
 
@@ -238,6 +273,7 @@ class ClusterConfig(BaseModel):
     scaling: ScalingConfig = Field(default_factory=lambda: ScalingConfig.model_validate({}))
     transfer: TransferConfig = Field(default_factory=lambda: TransferConfig.model_validate({}))
     http: HttpConfig = Field(default_factory=lambda: HttpConfig.model_validate({}))
+    application: ApplicationConfig = Field(default_factory=lambda: ApplicationConfig.model_validate({}))
 
     _num_other_ranks: int = PrivateAttr(0)  # of other models on the same machine
 
@@ -255,7 +291,7 @@ class ClusterConfig(BaseModel):
         served = member.model.model_copy(update={"served_name": member.model.served_name or member.name})
         pools = [pool.model_copy(update={"name": f"{member.name}-{pool.name}"}) for pool in member.pools]
         own = {} if member.http is None else {name: getattr(member.http, name) for name in ModelHttpConfig.model_fields}
-        parts = {"router": self.router, "scaling": self.scaling, "transfer": self.transfer}
+        parts = {name: getattr(self, name) for name in ("router", "scaling", "transfer", "application")}
         http = self.http.model_copy(update=own)
         engine = member.engine or self.engine
         try:
@@ -290,7 +326,7 @@ class ClusterConfig(BaseModel):
         return any(pool.emulated is not None for pool in self.pools)
 
     def with_slow_promises(self) -> Self:
-        """Return the configuration with the promises of its classes as many times as slow as its emulated devices."""
+        """Multiply the SLO targets of all classes by the slowdown N of `emulated:PROFILE*N`."""
         scale = max(time_scale(pool.emulated or "") for pool in self.pools)
         if scale == 1:
             return self
@@ -315,7 +351,8 @@ class ClusterConfig(BaseModel):
 
     def replica_spec(self, pool: PoolConfig) -> ReplicaSpec:
         """Return the spec with which each replica of `pool` is started."""
-        engine, model = pool.engine or self.engine, self.model
+        engine = pool.engine or self.engine
+        model = self.model
         num_ranks = self._num_ranks + self._num_other_ranks
         return ReplicaSpec(
             model=engine.model_spec(pool.checkpoint or model.path, pool.dtype or model.dtype, model.max_model_len),
@@ -329,6 +366,7 @@ class ClusterConfig(BaseModel):
             pipeline_parallel_size=pool.pipeline_parallel_size,
             rank_timeout_s=pool.rank_timeout_s,
             emulated=None if pool.emulated is None else emulated_device(pool.emulated),
+            lora_modules=model.lora_modules,
             device=pool.device,
         )
 
@@ -415,7 +453,7 @@ class ClusterConfig(BaseModel):
         if not self.is_emulated:
             return self
         if missing := [pool.name for pool in self.pools if pool.emulated is None]:
-            raise ValueError(f"pools: emulated is of all pools or of none; {', '.join(missing)} would compute")
+            raise ValueError(f"pools: set `emulated` for all pools or for none; these lack it: {', '.join(missing)}")
         for pool in self.pools:
             emulated_device(pool.emulated or "")  # raises where there is no such profile
         if len({time_scale(pool.emulated or "") for pool in self.pools}) > 1:

@@ -11,6 +11,7 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from crossdock.cluster.config import ClusterConfig, field_at, model_at
+from crossdock.cluster.yaml_text import read_yaml
 
 _GONE = {
     "engine.prefix_eviction": "gone, leave it out: the least recently used page is evicted first",
@@ -39,7 +40,11 @@ def load(
         source = f"{path}: " if path else ""
         problems = [
             _by_flag(
-                _explain(tuple(detail["loc"]), detail["type"], detail["msg"], detail["input"]), flags or {}, source
+                _explain(
+                    _named(detail["loc"], data), tuple(detail["loc"]), detail["type"], detail["msg"], detail["input"]
+                ),
+                flags or {},
+                source,
             )
             for detail in error.errors(include_url=False)
         ]
@@ -56,11 +61,11 @@ def to_yaml(config: ClusterConfig) -> str:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text())
+        data = read_yaml(path.read_text())
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not YAML: {error}") from None
     if data is None:
         return {}
     if not isinstance(data, dict):
@@ -128,9 +133,19 @@ _PLAIN = {  # by pydantic's kind of error, where its message speaks of parsing
 }
 
 
-def _explain(loc: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
-    """Return one line about one of pydantic's errors, in the words of our own errors."""
-    where = ".".join(str(part) for part in loc)
+def _named(loc: Sequence[int | str], data: Any) -> str:
+    """Return the dotted name of a place in the data. A member of a list is named by its `name`, if it has one."""
+    parts = []
+    for part in loc:
+        inside = data[part] if isinstance(data, list) and isinstance(part, int) and part < len(data) else None
+        name = inside.get("name") if isinstance(inside, dict) else None
+        parts.append(name if isinstance(name, str) and re.fullmatch(r"[\w-]+", name) else str(part))
+        data = inside if inside is not None else data.get(part) if isinstance(data, dict) else None
+    return ".".join(parts)
+
+
+def _explain(where: str, loc: tuple[int | str, ...], kind: str, message: str, value: object) -> str:
+    """Return one line about one of pydantic's errors, in the words of our own errors. `where`: the name of `loc`."""
     if kind == "extra_forbidden":
         if gone := gone_setting(where):
             return f"{where}: {gone}"
@@ -146,7 +161,7 @@ def _explain(loc: tuple[int | str, ...], kind: str, message: str, value: object)
 def _by_flag(problem: str, flags: Mapping[str, str], source: str) -> str:
     """Return a problem with the flag that gave its setting, or else with the file that did."""
     for key, flag in flags.items():
-        found = re.match(rf"{re.escape(key)}[.:] ?".replace(r"\*", r"\d+"), problem)
+        found = re.match(rf"{re.escape(key)}[.:] ?".replace(r"\*", r"[^.:]+"), problem)
         if found is not None and key != "pools":  # a pool's flag gives no more than its name and its replicas
             return f"{flag}: {problem[found.end() :]}"
     return source + problem

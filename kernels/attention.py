@@ -68,11 +68,20 @@ def store_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tens
         return
     slots = slots.contiguous()
     for x, pages in ((k, k_pages), (v, v_pages)):
-        size, (T, H, D) = x.itemsize, x.shape
+        size = x.itemsize
+        (T, H, D) = x.shape
         library.crossdock_store(
-            *(x.data_ptr(), x.stride(0) * size, x.stride(1) * size),
-            *(pages.data_ptr(), pages.stride(0) * size, pages.stride(1) * size, pages.shape[2]),
-            *(slots.data_ptr(), T, H, D * size),
+            x.data_ptr(),
+            x.stride(0) * size,
+            x.stride(1) * size,
+            pages.data_ptr(),
+            pages.stride(0) * size,
+            pages.stride(1) * size,
+            pages.shape[2],
+            slots.data_ptr(),
+            T,
+            H,
+            D * size,
         )
 
 
@@ -97,23 +106,43 @@ def cpp_attention(
     """
     library = cpp_library()
     assert library is not None
-    (_, Hq, Dk), (_, Hkv, page_size, Dv) = q.shape, v_pages.shape
+    (_, Hq, Dk) = q.shape
+    (_, Hkv, page_size, Dv) = v_pages.shape
     # Variables keep these tensors alive during the call, which the pointers below do not.
     query_start = batch.query_start[sequences.start : sequences.stop + 1].contiguous()
-    kv_len, table = batch.kv_len[sequences].contiguous(), batch.page_table[sequences]
+    kv_len = batch.kv_len[sequences].contiguous()
+    table = batch.page_table[sequences]
     sinks = sinks.float().contiguous() if sinks is not None else None
     key_end = batch.key_end.contiguous() if batch.key_end is not None else None
     assert key_end is None or key_end.dtype == torch.int32
     assert query_start.dtype == kv_len.dtype == table.dtype == torch.int32
     assert table.stride(1) == 1 or table.shape[1] == 1
     arguments = _AttentionArguments(
-        *(len(kv_len), table.stride(0), Hq, Hkv, Dk, Dv, page_size),
-        *(q.stride(0), q.stride(1), k_pages.stride(0), k_pages.stride(1), *v_pages.stride()[:3]),
-        *(window or 0, attention_chunk or 0, scale, softcap or 0.0),
-        *(q.data_ptr(), k_pages.data_ptr(), v_pages.data_ptr()),
-        *(query_start.data_ptr(), kv_len.data_ptr(), table.data_ptr()),
+        len(kv_len),
+        table.stride(0),
+        Hq,
+        Hkv,
+        Dk,
+        Dv,
+        page_size,
+        q.stride(0),
+        q.stride(1),
+        k_pages.stride(0),
+        k_pages.stride(1),
+        *v_pages.stride()[:3],
+        window or 0,
+        attention_chunk or 0,
+        scale,
+        softcap or 0.0,
+        q.data_ptr(),
+        k_pages.data_ptr(),
+        v_pages.data_ptr(),
+        query_start.data_ptr(),
+        kv_len.data_ptr(),
+        table.data_ptr(),
         key_end.data_ptr() if key_end is not None else None,
-        *(sinks.data_ptr() if sinks is not None else None, out.data_ptr()),
+        sinks.data_ptr() if sinks is not None else None,
+        out.data_ptr(),
     )
     if by_amx:
         library.crossdock_amx_attention(ctypes.byref(arguments), torch.get_num_threads())
@@ -158,7 +187,8 @@ def cpp_library() -> ctypes.CDLL | None:
     except OSError as error:
         logger.warning("paged attention runs in plain torch, several times slower: %s", error)
         return None
-    pointer, integer = ctypes.c_void_p, ctypes.c_int64
+    pointer = ctypes.c_void_p
+    integer = ctypes.c_int64
     library.crossdock_paged_attention.argtypes = [pointer, ctypes.c_int, ctypes.c_int]
     library.crossdock_paged_attention.restype = None
     library.crossdock_amx_attention.argtypes = [pointer, ctypes.c_int]
@@ -198,8 +228,10 @@ def reference_store_kv(
     v_scale: Tensor | None = None,
 ) -> None:
     """`store_kv` in torch; pages are e4m3 if there are scales."""
-    page_size, stored = k_pages.shape[2], slots >= 0
-    at, offsets = slots[stored] // page_size, slots[stored] % page_size
+    page_size = k_pages.shape[2]
+    stored = slots >= 0
+    at = slots[stored] // page_size
+    offsets = slots[stored] % page_size
     for x, pages, scale in ((k, k_pages, k_scale), (v, v_pages, v_scale)):
         if scale is None:
             pages[at, :, offsets] = x[stored]
@@ -239,7 +271,8 @@ def reference_paged_attention(
         first_position = kv_len - (rows.stop - rows.start)
         first_page = max(0, _first_key(first_position, window, attention_chunk)) // page_size
         pages = batch.page_table[s, first_page : -(-kv_len // page_size)].long()
-        start, length = first_page * page_size, kv_len - first_page * page_size
+        start = first_page * page_size
+        length = kv_len - first_page * page_size
         k = _read(k_pages, pages, length, k_scale, q.dtype)  # [Hkv, length, Dk]
         v = _read(v_pages, pages, length, v_scale, q.dtype)  # [Hkv, length, Dv]
         for row in range(rows.start, rows.stop, _REFERENCE_ROWS):

@@ -1,6 +1,5 @@
 """Choose the implementation of paged attention for a device, once, and log the reason."""
 
-import importlib.util
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from crossdock.kernels import attention
+from crossdock.kernels import attention, packages
 from crossdock.kernels.cpu.cpu_attention import CpuAttention
 from crossdock.kernels.options import AttentionBackend, CpuKernels, KVCacheDtype
 
@@ -30,7 +29,7 @@ class Attention:
     is_beside_triton: bool = False  # its tensors are where kernels of Triton run, see triton_layers.py
 
 
-CPP = Attention("cpp", attention.store_kv, CpuAttention("own").paged_attention, takes_fp8=False)
+CPP = Attention("cpp", attention.store_kv, CpuAttention("native").paged_attention, takes_fp8=False)
 """attention.cpp for chunks and decodes alike."""
 TORCH = Attention("torch", attention.reference_store_kv, attention.reference_paged_attention)
 
@@ -49,17 +48,20 @@ def choose_attention(
         ValueError: the backend cannot run on the device, or does not take such pages; the message gives the reason.
     """
     if backend != "auto":
-        chosen, reason = _NAMED[backend](device), "attention_backend names it"
+        chosen = _NAMED[backend](device)
+        reason = "attention_backend names it"
     elif device.type == "cpu" and kv_cache_dtype == "fp8":
         logger.warning("attention runs in plain torch, several times slower: our C++ takes no fp8 pages")
         return TORCH
     elif device.type == "cpu":
-        chosen, reason = replace(CPP, paged_attention=CpuAttention(cpu_kernels).paged_attention), "the device is a CPU"
-    elif not has_package("triton"):
+        chosen = replace(CPP, paged_attention=CpuAttention(cpu_kernels).paged_attention)
+        reason = "the device is a CPU"
+    elif not packages.has_package("triton"):
         logger.warning("attention runs in plain torch, many times slower: triton is not installed")
         return TORCH
     else:
-        chosen, reason = _triton(device), f"the device is {device}"
+        chosen = _triton(device)
+        reason = f"the device is {device}"
     if kv_cache_dtype == "fp8":
         _require_fp8(chosen, device)
     logger.info("attention runs in %s: %s", chosen.name, reason)
@@ -96,31 +98,30 @@ def require_working(attention: Attention, device: torch.device) -> None:
 
 
 def _triton(device: torch.device) -> Attention:
-    _require("triton", device)
+    packages.require_backend("triton", is_on_cpu=device.type == "cpu")
     from crossdock.kernels.gpu.triton_attention import paged_attention, store_kv
 
     return Attention("triton", store_kv, paged_attention, is_beside_triton=True)
 
 
 def _flash_attn(device: torch.device) -> Attention:
-    _require("flash_attn", device)
+    packages.require_backend("flash_attn", is_on_cpu=device.type == "cpu")
     from crossdock.kernels.gpu.flash_attention import PAGE_MULTIPLE, paged_attention
 
     return _of_flash_attn("flash_attn", device, paged_attention, PAGE_MULTIPLE)
 
 
 def _flash_attn_3(device: torch.device) -> Attention:
-    _require("flash_attn_3", device, package="flash_attn_interface")
+    packages.require_backend("flash_attn_3", is_on_cpu=device.type == "cpu")
     if device.type == "cuda" and torch.cuda.get_device_capability(device)[0] != 9:
-        raise ValueError("attention_backend flash_attn_3 runs on Hopper GPUs, and this is another; auto and triton run")
+        raise ValueError("attention_backend flash_attn_3 needs a Hopper GPU; this GPU is not one. Use auto or triton")
     from crossdock.kernels.gpu.flash_attention_3 import paged_attention
 
     return _of_flash_attn("flash_attn_3", device, paged_attention)
 
 
 def _flashinfer(device: torch.device) -> Attention:
-    _require("flashinfer", device)
-    _require("triton", device)  # for stores, and for steps that are CUDA graphs
+    packages.require_backend("flashinfer", is_on_cpu=device.type == "cpu")
     from crossdock.kernels.gpu.flashinfer_attention import paged_attention
 
     return _of_flash_attn("flashinfer", device, paged_attention)
@@ -129,9 +130,12 @@ def _flashinfer(device: torch.device) -> Attention:
 def _of_flash_attn(
     name: str, device: torch.device, paged_attention: Callable[..., Tensor], page_multiple: int = 1
 ) -> Attention:
-    store_kv = _triton(device).store_kv if has_package("triton") else attention.reference_store_kv
+    store_kv = _triton(device).store_kv if packages.has_package("triton") else attention.reference_store_kv
     return Attention(
-        *(name, store_kv, paged_attention, page_multiple),
+        name,
+        store_kv,
+        paged_attention,
+        page_multiple,
         takes_fp8=False,
         takes_key_end=False,
         takes_attention_chunks=False,
@@ -148,17 +152,6 @@ _NAMED: dict[str, Callable[[torch.device], Attention]] = {
 }
 
 
-def _require(backend: str, device: torch.device, package: str | None = None) -> None:
-    """Refuse a backend whose package is missing, by default the one of its name, or that needs a GPU."""
-    if not has_package(package or backend):
-        named = "the package" if package is None else f"the package {package}"
-        raise ValueError(f"attention_backend {backend}: {named} is not installed; auto chooses an installed one")
-    if device.type == "cpu" and not triton_is_interpreted():
-        raise ValueError(
-            f"attention_backend {backend} needs a GPU, and the model is on a CPU; auto and torch run there"
-        )
-
-
 def _require_fp8(chosen: Attention, device: torch.device) -> None:
     if not chosen.takes_fp8:
         raise ValueError(f"kv_cache_dtype fp8: attention_backend {chosen.name} takes no such pages; triton does")
@@ -167,17 +160,3 @@ def _require_fp8(chosen: Attention, device: torch.device) -> None:
             "kv_cache_dtype fp8: Triton has e4m3 on GPUs of compute capability 8.9 (Ada, Hopper) and later, and "
             "this one is older; kv_cache_dtype auto runs there"
         )
-
-
-def has_package(package: str) -> bool:
-    return importlib.util.find_spec(package) is not None
-
-
-def triton_is_interpreted() -> bool:
-    """Return whether Triton interprets kernels on numpy, for tests."""
-    if not has_package("triton"):
-        return False
-    import triton
-
-    interprets: bool = triton.knobs.runtime.interpret
-    return interprets

@@ -51,7 +51,8 @@ def latent_attention(
     assert batch.key_end is None, "no model with latents has pictures whose rows see later keys"
     up = replace(up, weight=up.weight.to(q.dtype))
     scales = {} if k_scale is None else {"k_scale": k_scale, "v_scale": v_scale}
-    D, num_chunks = batch.num_decodes, len(batch.kv_len) - batch.num_decodes
+    D = batch.num_decodes
+    num_chunks = len(batch.kv_len) - batch.num_decodes
     if not expanding_is_cheaper(len(q) - D, num_chunks, up):
         return _absorbed(paged_attention, q, pages, batch, up, scale, scales)
     out = q.new_empty(len(q), len(up.weight), up.value_dim)
@@ -69,7 +70,8 @@ def expanding_is_cheaper(num_rows: int, num_chunks: int, up: UpProjections) -> b
     Measured after 2,048 tokens with 16 of DeepSeek-V3's heads in bfloat16, on a Zen 4 core (2026-11-23). Absorbed and
     expanded, in ms: a chunk of 64 tokens 14 and 26, of 171 tokens 34 and 34, of 256 tokens 50 and 41.
     """
-    R, expanded = up.weight.shape[2], up.weight.shape[1]
+    R = up.weight.shape[2]
+    expanded = up.weight.shape[1]
     return num_rows * (2 * R - expanded) > num_chunks * R * expanded
 
 
@@ -83,7 +85,9 @@ def _absorbed(
     scales: dict[str, Tensor | None],
 ) -> Tensor:
     R = up.weight.shape[2]
-    to_keys, to_values = up.weight[:, : up.key_dim], up.weight[:, up.key_dim :]  # [H, Dn, R], [H, Dv, R]
+    # [H, Dn, R], [H, Dv, R].
+    to_keys = up.weight[:, : up.key_dim]
+    to_values = up.weight[:, up.key_dim :]
     q_latent = q.new_empty(*q.shape[:2], pages.shape[3])
     torch.bmm(q[:, :, : up.key_dim].transpose(0, 1), to_keys, out=q_latent[:, :, :R].transpose(0, 1))
     q_latent[:, :, R:] = q[:, :, up.key_dim :]
@@ -102,11 +106,14 @@ def _expand(
     out: Tensor,
 ) -> None:
     """Compute the attention of chunks, into `out`, over keys and values in pages that exist only here."""
-    page_size, (H, _, R), key_dim = pages.shape[2], up.weight.shape, q.shape[2]
+    page_size = pages.shape[2]
+    (H, _, R) = up.weight.shape
+    key_dim = q.shape[2]
     # The table's width may be another sequence's. Its entries beyond a context are arbitrary, and attention reads none.
     table = batch.page_table[:, : -(-batch.max_kv_len // page_size)].clamp(0, len(pages) - 1)
     rows = _read(pages, table.flatten().long(), k_scale, q.dtype)  # [C * P, page, R + Dr]
-    latents, rotated = rows[..., :R], rows[..., None, :, R:]
+    latents = rows[..., :R]
+    rotated = rows[..., None, :, R:]
     places = torch.arange(table.numel(), dtype=torch.int32, device=q.device).view(table.shape)
     batch = replace(batch, page_table=places)
     bytes_of_head = rows.shape[0] * page_size * (key_dim + 2 * up.weight.shape[1]) * q.itemsize
@@ -115,7 +122,9 @@ def _expand(
         heads = slice(first, first + step)
         both = F.linear(latents, up.weight[heads].flatten(0, 1))
         both = both.view(*both.shape[:2], -1, up.weight.shape[1]).transpose(1, 2)
-        keys, values = both[..., : up.key_dim], both[..., up.key_dim :]  # [C * P, heads, page, Dn or Dv]
+        # [C * P, heads, page, Dn or Dv].
+        keys = both[..., : up.key_dim]
+        values = both[..., up.key_dim :]
         keys = torch.cat((keys, rotated.expand(*keys.shape[:-1], -1)), -1)
         out[:, heads] = paged_attention(q[:, heads], keys, values.contiguous(), batch, scale=scale)
 
@@ -131,7 +140,9 @@ def _read(pages: Tensor, numbers: Tensor, scale: Tensor | None, dtype: torch.dty
 def _decodes(batch: AttentionBatch) -> AttentionBatch:
     """Return the decodes at the front of the batch as a batch of their own."""
     D = batch.num_decodes
-    starts, lengths, table = batch.query_start[: D + 1], batch.kv_len[:D], batch.page_table[:D]
+    starts = batch.query_start[: D + 1]
+    lengths = batch.kv_len[:D]
+    table = batch.page_table[:D]
     return AttentionBatch(starts, lengths, table, batch.slots[:D], 1, batch.max_kv_len, D, batch.derived)
 
 
@@ -139,5 +150,7 @@ def _chunks(batch: AttentionBatch) -> AttentionBatch:
     """Return the chunks behind the decodes as a batch of their own. The host of a GPU waits for nothing."""
     D = batch.num_decodes
     longest = batch.max_kv_len if batch.max_chunk_kv_len is None else batch.max_chunk_kv_len
-    starts, lengths, table = batch.query_start[D:] - D, batch.kv_len[D:], batch.page_table[D:]
+    starts = batch.query_start[D:] - D
+    lengths = batch.kv_len[D:]
+    table = batch.page_table[D:]
     return AttentionBatch(starts, lengths, table, batch.slots[D:], batch.max_query_len, longest, 0)

@@ -5,8 +5,8 @@ from typing import Literal, TypeAlias, get_args
 AttentionBackend: TypeAlias = Literal["auto", "triton", "flash_attn", "flash_attn_3", "flashinfer", "torch"]
 KVCacheDtype: TypeAlias = Literal["auto", "fp8"]
 LoadFormat: TypeAlias = Literal["auto", "safetensors", "runai_streamer", "fastsafetensors"]
-Kernel: TypeAlias = Literal["own", "int8", "amx", "onednn", "torch"]
-CpuKernels: TypeAlias = Literal["auto", "own", "int8", "onednn", "torch"]
+Kernel: TypeAlias = Literal["native", "int8", "amx", "onednn", "torch"]
+CpuKernels: TypeAlias = Literal["auto", "native", "int8", "onednn", "torch"]
 Quantization: TypeAlias = Literal[
     "int8",
     "fp8",

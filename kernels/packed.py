@@ -109,7 +109,8 @@ class PackedMatrix:
         Raises:
             ValueError: a group or block would be cut, or columns are not in order.
         """
-        size, unit = self.shape[dim], (self.block_rows, self.group)[dim]
+        size = self.shape[dim]
+        unit = (self.block_rows, self.group)[dim]
         if (start, end) == (0, size):
             return self
         if dim == 1 and self.columns is not None:
@@ -260,7 +261,8 @@ def multiplies_e4m3(matrix: PackedMatrix, dtype: torch.dtype, device: torch.devi
     """Return whether `scaled_product` takes products on this device: in bfloat16, from compute capability 8.9 on."""
     if matrix.kind != "e4m3" or device.type != "cuda" or dtype is not torch.bfloat16:
         return False
-    (N, K), is_plain = matrix.shape, matrix.offsets is None and matrix.columns is None
+    (N, K) = matrix.shape
+    is_plain = matrix.offsets is None and matrix.columns is None
     has_row_scales = matrix.scales.shape in {(1, 1), (N, 1)}
     is_taken = is_plain and has_row_scales and N % 16 == K % 16 == 0
     return is_taken and torch.cuda.get_device_capability(device) >= (8, 9)

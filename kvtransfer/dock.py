@@ -352,14 +352,17 @@ class Dock:
         self._count()
 
     def _write(self, write: Write) -> None:
-        peer, message = write.peer, write.message
+        peer = write.peer
+        message = write.message
         try:
             self._peers.connect(peer)
             number = self._transport.write(peer, write.copies, encode(message))
         except Exception as error:
             logger.exception("a write to %s did not begin", peer)
-            self._peers.disconnect(peer, is_idle=False)  # whatever has begun of it
-            detail, now = f"{type(error).__name__}: {error}", self._clock()
+            # Even if a write to the peer has begun.
+            self._peers.disconnect(peer, is_idle=False)
+            detail = f"{type(error).__name__}: {error}"
+            now = self._clock()
             self._perform(self._sender.write_failed(message.request, message.epoch, peer, detail, now))
         else:
             self._writes[number] = message.request, message.epoch, peer

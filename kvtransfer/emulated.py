@@ -24,7 +24,8 @@ class EmulatedTransport:
     def __init__(self, messages: Transport, bytes_per_second: float) -> None:
         self.kind = messages.kind
         self.lost_is_fence = messages.lost_is_fence
-        self.busy_seconds, self.idle_seconds = messages.busy_seconds, messages.idle_seconds
+        self.busy_seconds = messages.busy_seconds
+        self.idle_seconds = messages.idle_seconds
         self._messages = messages
         self._rate = bytes_per_second
         self._page_bytes: dict[str, tuple[int, ...]] = {}  # of each group of layers, by peer

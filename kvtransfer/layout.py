@@ -255,7 +255,8 @@ def check_compatible(ours: PoolSpec, theirs: PoolSpec) -> None:
     Raises:
         IncompatiblePools: the same bytes mean different things in the two pools.
     """
-    left, right = ours.fields(), theirs.fields()
+    left = ours.fields()
+    right = theirs.fields()
     wrong = [name for name in _MUST_AGREE if left[name] != right[name]]
     if not wrong:
         return

@@ -9,7 +9,7 @@ from crossdock.kvtransfer.records import Count, GroupPages, OfEpoch
 
 MAX_BYTES = 1 << 20
 """Bytes of one message, at most. A grant of 128k tokens has 40 KB for each group of layers without a window; NIXL was
-measured with 256 KiB (docs/nixl.md)."""
+measured with 256 KiB (benchmarks/records/nixl.md)."""
 _Id: TypeAlias = Annotated[str, Meta(min_length=1, max_length=512)]
 _PageHash: TypeAlias = Annotated[bytes, Meta(min_length=1, max_length=64)]
 MAX_PAUSE_S = 86_400.0

@@ -41,7 +41,7 @@ class ReadyPages:
     """The pages of a request that a source rank has so far."""
 
     groups: tuple[GroupPages, ...]
-    num_pages: int  # that can be written: all of them full, unless `is_finished`
+    num_pages: int  # pages that can be written: all are full, unless `is_finished`
     is_finished: bool  # the whole prompt is here
     state_pages: tuple[int, ...] = ()  # of the recurrent state, once it is final
 
@@ -82,7 +82,9 @@ def next_write(
         num_left = len(ready.state_pages) - state_first
         state_end += num_left
         if num_left and num_bytes + num_left * size > max_bytes:
-            end, is_last, num_bytes = first, False, 0
+            end = first
+            is_last = False
+            num_bytes = 0
             state_end = state_first + min(num_left, max(1, max_bytes // size))
         num_bytes += (state_end - state_first) * size
     if end == first and state_end == state_first and not is_last:
@@ -97,13 +99,15 @@ def next_write(
 def _end_of_write(ready: ReadyPages, grant: Grant, target: TargetRank, first: int, max_bytes: int) -> tuple[int, int]:
     """Return the end of the next write's pages, and their bytes: at least one of the ready pages that is written in
     some group, and no more than `max_bytes`."""
-    end, num_bytes = first, 0
+    end = first
+    num_bytes = 0
     while end < ready.num_pages:
         sizes = zip(target.page_bytes, grant.groups, strict=False)  # without the state
         size = sum([size for size, group in sizes if group.first <= end])
         if num_bytes and num_bytes + size > max_bytes:
             break
-        end, num_bytes = end + 1, num_bytes + size
+        end = end + 1
+        num_bytes = num_bytes + size
     return end, num_bytes
 
 

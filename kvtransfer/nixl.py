@@ -1,4 +1,4 @@
-"""Pages over NIXL and UCX: RDMA between hosts, CMA or TCP on one host. docs/nixl.md has what was measured of NIXL.
+"""Pages over NIXL and UCX: RDMA between hosts, CMA or TCP on one host. Measured: benchmarks/records/nixl.md.
 
 Three facts shape this file. Nothing moves, on either side, unless both sides poll. NIXL notifies the target of a
 finished write only when the initiator checks that write again. And a write that has begun cannot be called back.
@@ -39,7 +39,7 @@ _MAX_ADDRESS = 1 << 63
 _MAX_INDEX = (1 << 31) - 1  # of a descriptor
 _WRITING_SECONDS = 0.0002
 """Pause between polls while a write is open. A page and its acknowledgement take 0.6 ms; at 0.5 ms, 1.2 ms
-(docs/nixl.md)."""
+(benchmarks/records/nixl.md)."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,14 +79,16 @@ class NixlTransport:
             os.environ["UCX_NET_DEVICES"] = ucx_net_devices
         # On import, nixl configures the logging of the whole process: it closes all handlers, after which Serve's write
         # nothing, and turns off the errors of handlers.
-        raise_exceptions, configure = logging.raiseExceptions, logging.config.dictConfig
+        raise_exceptions = logging.raiseExceptions
+        configure = logging.config.dictConfig
         logging.config.dictConfig = lambda config: None
         try:
             self._nixl: Any = importlib.import_module("nixl")  # not nixl_cu12: two variants in one process clash
         except ImportError as error:
             raise TransportUnavailable(f"nixl cannot be imported ({error}): pip install nixl") from error
         finally:
-            logging.raiseExceptions, logging.config.dictConfig = raise_exceptions, configure
+            logging.raiseExceptions = raise_exceptions
+            logging.config.dictConfig = configure
         bindings = self._nixl._bindings
         self._errors: tuple[type[Exception], ...] = tuple(
             getattr(bindings, name) for name in dir(bindings) if name.startswith("nixl") and name.endswith("Error")
@@ -109,7 +111,8 @@ class NixlTransport:
         config = api.nixl_agent_config(
             enable_prog_thread=False,
             backends=["UCX"],
-            # The default is no synchronisation, which was seen to hang and to crash (docs/nixl.md, Threads).
+            # The default is no synchronisation, which was seen to hang and to crash:
+            # benchmarks/records/nixl.md, Threads.
             sync_mode=api.nixl_thread_sync_t.NIXL_THREAD_SYNC_STRICT,
         )
         try:
@@ -122,7 +125,8 @@ class NixlTransport:
         except self._setup_errors as error:
             hint = "" if memory.cuda_device is None else "; for a GPU's memory it must have cuda_copy, cuda_ipc"
             raise TransportUnavailable(f"NIXL with UCX_TLS={os.environ.get('UCX_TLS', '')}: {error}{hint}") from error
-        self._memory, self._has_context = memory, memory.cuda_device is None
+        self._memory = memory
+        self._has_context = memory.cuda_device is None
         return msgpack.encode([metadata, memory.address, _device(memory), _kind(memory)])
 
     def connect(self, peer: Peer, page_bytes: int, num_pages: int, ranges: GroupRanges) -> None:
@@ -200,7 +204,8 @@ class NixlTransport:
                 self._fail(number, peer, error)
         for peer, notifications in self._agent.get_new_notifs().items():
             self._events.extend(Received(peer, message) for message in notifications)
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events
 
     def wake(self) -> None:
@@ -275,7 +280,9 @@ def _enter_context(device: int) -> None:
     Raises:
         RuntimeError: CUDA refuses.
     """
-    cuda, handle, context = ctypes.CDLL("libcuda.so.1"), ctypes.c_int(), ctypes.c_void_p()
+    cuda = ctypes.CDLL("libcuda.so.1")
+    handle = ctypes.c_int()
+    context = ctypes.c_void_p()
     code = (
         cuda.cuDeviceGet(ctypes.byref(handle), device)
         or cuda.cuDevicePrimaryCtxRetain(ctypes.byref(context), handle)

@@ -97,7 +97,8 @@ def _plan_group(source: PoolSpec, target: PoolSpec, group: int) -> dict[int, tup
 def _cells(spec: PoolSpec, rank: int, group: int) -> Iterator[tuple[tuple[int, int], int, int]]:
     """Yield every cell, the part of a group's page that one layer uses for one head: ((layer, head) in the model's
     numbering, offset in a page, length), in bytes."""
-    shard, layout = spec.shards[rank], spec.layouts_of(rank)[group]
+    shard = spec.shards[rank]
+    layout = spec.layouts_of(rank)[group]
     for number, layer in enumerate(spec.held_layers(rank)[group]):
         start, stop = shard.heads[layer - shard.first_layer]
         begin, end = layout.layer_offsets[number : number + 2]

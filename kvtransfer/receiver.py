@@ -40,11 +40,11 @@ class _SourceRank:
     """One rank that writes to this one."""
 
     rank: int
-    page_bytes: tuple[int, ...]  # that it writes of each page, see `TargetRank`
+    page_bytes: tuple[int, ...]  # bytes that the rank writes of each page, see `TargetRank`
     silent_until: float = float("inf")
     next_page: int = 0
     next_sequence: int = 0
-    num_pages: int = 0  # that it has written a part of
+    num_pages: int = 0  # pages of which it has written a part
     early: dict[int, Pages] = field(default_factory=dict)  # messages that came before one of a lower sequence number
     num_tokens: int = 0
     is_heard: bool = False
@@ -159,7 +159,8 @@ class Receiver:
             expected.num_tokens = first_page * self.page_size
             expected.figures.grant_wait_seconds = now - expected.began
             for source in expected.sources.values():
-                source.next_page, source.num_tokens = first_page, expected.num_tokens
+                source.next_page = first_page
+                source.num_tokens = expected.num_tokens
                 source.silent_until = now + expected.deadline_seconds
             self._send_all(expected, expected.grant)
         return self._flush()
@@ -342,7 +343,8 @@ class Receiver:
         self._out.extend(Send(peer, message) for peer in expected.sources)
 
     def _flush(self) -> list[ProtocolOutput]:
-        out, self._out = self._out, []
+        out = self._out
+        self._out = []
         return out
 
 

@@ -129,7 +129,8 @@ class Sender:
         `num_tokens`: of a prefix that the targets have asked for, those that are here."""
         shipment = self._shipments.get((request, epoch))
         if shipment and not shipment.is_stopping:
-            shipment.is_offered, shipment.num_offered = True, num_tokens
+            shipment.is_offered = True
+            shipment.num_offered = num_tokens
             for peer, delivery in shipment.deliveries.items():
                 self._offer(shipment, peer, delivery)
         return self._flush()
@@ -139,7 +140,8 @@ class Sender:
         pages not sent yet."""
         for shipment in self._under_way(request):
             if shipment.finished is None:
-                shipment.groups, shipment.num_tokens = tuple(groups), num_tokens
+                shipment.groups = tuple(groups)
+                shipment.num_tokens = num_tokens
                 self._advance(shipment, now)
         return self._flush()
 
@@ -157,8 +159,11 @@ class Sender:
         for shipment in self._under_way(request):
             if shipment.finished is None:
                 self._account(shipment, now)  # until now, writing was hidden behind computing
-                shipment.groups, shipment.num_tokens = tuple(groups), num_tokens
-                shipment.result, shipment.state_pages, shipment.finished = result, state_pages, now
+                shipment.groups = tuple(groups)
+                shipment.num_tokens = num_tokens
+                shipment.result = result
+                shipment.state_pages = state_pages
+                shipment.finished = now
                 self._advance(shipment, now)
         return self._flush()
 
@@ -207,7 +212,7 @@ class Sender:
                 delivery.silent_until = now + message.seconds + shipment.deadline_seconds
                 self._offer(shipment, peer, delivery)
             case Abort():
-                delivery.is_notified = False  # whatever was sent, the target has not received that this rank stopped
+                delivery.is_notified = False  # even after a notice, the target has not received that this rank stopped
                 self._fail(shipment, Reason.PEER_STOPPED, f"{peer} aborted", now)
             case _:
                 pass
@@ -265,7 +270,8 @@ class Sender:
             detail = f"{peer} granted pages twice, beyond its pool, or of other groups of layers"
             self._fail(shipment, Reason.PROTOCOL, detail, now)
             return
-        delivery.grant, delivery.next_page = grant, grant.first_page
+        delivery.grant = grant
+        delivery.next_page = grant.first_page
         if all(other.grant for other in shipment.deliveries.values()):
             shipment.figures.grant_wait_seconds = now - shipment.began
         self._advance(shipment, now)
@@ -282,7 +288,8 @@ class Sender:
         is_finished = shipment.result is not None
         num_ready = (shipment.num_tokens + is_finished * (self.page_size - 1)) // self.page_size
         ready = ReadyPages(shipment.groups, num_ready, is_finished, shipment.state_pages)
-        first, target = delivery.next_page, delivery.target
+        first = delivery.next_page
+        target = delivery.target
         try:
             write = next_write(ready, grant, target, first, delivery.next_state, self.max_write_bytes)
         except WrongGrant as wrong:
@@ -303,14 +310,16 @@ class Sender:
         )
         delivery.is_complete = write.is_last
         delivery.sequence += 1
-        delivery.next_page, delivery.next_state = write.end, write.state_end
+        delivery.next_page = write.end
+        delivery.next_state = write.state_end
         if not write.copies:
             self._out.append(Send(peer, message))
             return
         self._out.append(Write(peer, write.copies, message))
         self._account(shipment, now)
         delivery.open_since = now
-        delivery.open_pages, delivery.open_bytes = write.num_pages, write.num_bytes
+        delivery.open_pages = write.num_pages
+        delivery.open_bytes = write.num_bytes
         if shipment.busy_since is None:
             shipment.busy_since = now
         shipment.figures.num_writes += 1
@@ -370,7 +379,8 @@ class Sender:
         return shipment, delivery
 
     def _flush(self) -> list[ProtocolOutput]:
-        out, self._out = self._out, []
+        out = self._out
+        self._out = []
         return out
 
 

@@ -82,7 +82,7 @@ class TcpTransport:
         self._incoming: set[TcpConnection] = set()
         self._refused = RecentNames()  # lost peers: a late connection of theirs must not bring a stale write
         self._accepts_at = 0.0  # the listener waits until then
-        self._has_warned = False  # that connections cannot be accepted, since one was
+        self._has_warned = False  # whether the log says that connections cannot be accepted
         self._events: list[TransportEvent] = []
         self._num_writes = 0
         self.num_strangers = 0  # connections closed because the secret was wrong or did not come
@@ -134,7 +134,8 @@ class TcpTransport:
         for key, ready in self._selector.select(timeout):
             handle: Callable[[int], None] = key.data
             handle(ready)
-        events, self._events = self._events, []
+        events = self._events
+        self._events = []
         return events
 
     @property
@@ -320,7 +321,8 @@ class TcpTransport:
             number, num_ranges, message_length = _FRAME.unpack(header)
             if num_ranges > _MAX_RANGES or message_length > messages.MAX_BYTES:
                 raise ConnectionClosed(f"a frame of {num_ranges} ranges and a message of {message_length} bytes")
-            table, message = bytearray(num_ranges * _RANGE.size), bytearray(message_length)
+            table = bytearray(num_ranges * _RANGE.size)
+            message = bytearray(message_length)
             yield [memoryview(table), memoryview(message)]
             views = []
             for offset, length in _RANGE.iter_unpack(table):

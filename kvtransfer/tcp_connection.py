@@ -67,7 +67,8 @@ class TcpConnection:
 
 def _batch(views: deque[memoryview]) -> list[memoryview]:
     """Return the first views, as many as one system call should take."""
-    batch, num_bytes = [], 0
+    batch = []
+    num_bytes = 0
     for view in views:
         batch.append(view)
         num_bytes += view.nbytes

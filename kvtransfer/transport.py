@@ -21,7 +21,7 @@ _VERSION = 4
 @dataclass(frozen=True, slots=True)
 class Memory:
     """The memory of a pool, which stays in place until the transport is closed and every peer that knew of it is gone:
-    NIXL cannot revoke access to registered memory (docs/nixl.md)."""
+    NIXL cannot revoke access to registered memory (benchmarks/records/nixl.md)."""
 
     address: int
     nbytes: int

@@ -1,10 +1,10 @@
 """The actions that the life of a request asks of its driver, its timeouts, and the errors that it ends with."""
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Self, TypeAlias
 
-from crossdock.workers.schedule.request import TokenDelta
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.request import TokenDelta
+from crossdock.workers.schedule.request.submission import Submission
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,6 +24,19 @@ DEFAULT_TIMEOUTS = Timeouts()
 
 class ReplicaLost(RuntimeError):
     """A replica does not answer any more, or none is up."""
+
+    replica: str = ""  # the one that was lost, where there is one
+    retry_after: float = 5.0  # seconds after which a client may try again
+
+    def of(self, replica: str) -> Self:
+        """Name the replica that was lost."""
+        self.replica = replica
+        return self
+
+    def with_retry(self, seconds: float) -> Self:
+        """Note after how many seconds a client may try again."""
+        self.retry_after = seconds
+        return self
 
 
 class ReplicaBroken(ReplicaLost):
@@ -79,7 +92,7 @@ class PlaceAgain:
     Aborts need not be answered before: each names its attempt.
     """
 
-    loss: ReplicaLost | None  # that made it necessary; None: a replica refused or returned the request
+    loss: ReplicaLost | None  # the loss behind the action; None: a replica refused or returned the request
 
 
 @dataclass(frozen=True, slots=True)

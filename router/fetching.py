@@ -16,7 +16,7 @@ from crossdock.router.loads import Loads, Slots
 from crossdock.router.placement import HANDOVER_S, PAIR_CANDIDATES, Candidates, due_s, least, prompt_costs
 from crossdock.router.predict import PromptPrediction
 from crossdock.workers.schedule.cost.formula import Floats
-from crossdock.workers.schedule.slo import SloClass
+from crossdock.workers.schedule.request.slo import SloClass
 
 FETCH_CANDIDATES = 8
 """Replicas of least cost that are tried with a fetch. More would cost time at every decision."""
@@ -39,7 +39,7 @@ class Sources(NamedTuple):
     alternatives: Mapping[str, float]  # least predicted TTFT, s: at the replica with most of the prefix, with a fetch,
     # and elsewhere without one
     slots: Slots = _NONE  # replicas that fetch
-    fetches: Sequence[Slots | Floats] = ()  # of these, in order: each field of `Fetch`
+    fetches: Sequence[Slots | Floats] = ()  # of the replicas that fetch, in order: each field of `Fetch`
 
     def of(self, slot: int) -> Fetch | None:
         """Return from where the replica in a slot fetches; None: it does not."""
@@ -69,7 +69,8 @@ def with_sources(
             prompts that are on their way to the replica.
         link_waits: seconds until each replica's link is free; infinity where a replica must not be a source.
     """
-    first, sources = candidates.first, _best_sources(loads, cached, link_waits)
+    first = candidates.first
+    sources = _best_sources(loads, cached, link_waits)
     if not len(sources):
         return Sources({})
     held = np.array([tokens_at(int(source)) for source in sources])
@@ -89,9 +90,12 @@ def with_sources(
     may = (more > 0) & (candidates.groups[sources, None] == candidates.groups[tried])
     arrival = waits + travel
     gain = may * (more / lacking * saved.take(tried) - np.maximum(arrival - before, 0.0))
-    best, at = gain.argmax(axis=0), np.arange(len(tried))
+    best = gain.argmax(axis=0)
+    at = np.arange(len(tried))
     is_worth = gain[best, at] > 0
-    best, at, tried = best[is_worth], at[is_worth], tried[is_worth]
+    best = best[is_worth]
+    at = at[is_worth]
+    tried = tried[is_worth]
     if not len(tried):
         return Sources(_alternatives(here, here.ttft[:0], cached, first))
     fetched = predict(tried, held[best])
@@ -109,7 +113,8 @@ def _alternatives(here: PromptPrediction[Floats], fetched: Floats, cached: Float
     """Return the least predicted TTFT, in seconds, of each way to use the longest prefix or not to.
 
     `fetched`: predicted TTFTs with a fetch. `first`: replicas that may make the first token."""
-    is_holder, ttft = cached.take(first) == cached.max(), here.ttft.take(first)
+    is_holder = cached.take(first) == cached.max()
+    ttft = here.ttft.take(first)
     ways = {"holder": ttft.compress(is_holder), "fetch": fetched, "compute": ttft.compress(~is_holder)}
     return {way: round(float(seconds.min()), 6) for way, seconds in ways.items() if len(seconds)}
 

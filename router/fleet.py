@@ -1,7 +1,7 @@
 """One router: it learns what replicas advertise and report, counts what it has placed on them, and places requests.
 
 No clock and no network: time and messages come in, placements go out. Several routers need no coordinator: each gets
-the reports of every replica, and counts its own bookings only until the replica's report includes them.
+the reports of every replica, and counts its own in-flight loads only until the replica's report includes them.
 """
 
 from collections.abc import Collection, Sequence
@@ -21,12 +21,12 @@ from crossdock.router.predict import Prediction, PromptPrediction, lacks_room, p
 from crossdock.router.prefixes import Prefixes, num_shared, pages_by_slot
 from crossdock.router.replica_table import ReplicaState, ReplicaTable
 from crossdock.router.tenants import fair_ahead
-from crossdock.router.work import Booking
-from crossdock.workers.report.advertise import LiveProfile, PageChanges
+from crossdock.router.work import InFlightLoad
+from crossdock.workers.report.live_profile import LiveProfile, PageChanges
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost.formula import Floats
-from crossdock.workers.schedule.memory.prefix_index import PageHash
-from crossdock.workers.schedule.slo import SloClass
+from crossdock.workers.schedule.request.page_hashes import PageHash
+from crossdock.workers.schedule.request.slo import SloClass
 
 
 class RouterConfig(BaseModel):
@@ -34,9 +34,16 @@ class RouterConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    policy: Literal["seconds", "round-robin", "least-requests", "power-of-two", "prefix-affinity", "block-cost"] = (
-        Field("seconds", description="seconds: by the predicted time on each replica; the others are for comparison.")
-    )
+    policy: Literal[
+        "seconds",
+        "round-robin",
+        "least-requests",
+        "power-of-two",
+        "prefix-affinity",
+        "block-cost",
+        "pinned",
+        "remaining-work",
+    ] = Field("seconds", description="seconds: by the predicted time on each replica; the others are for comparison.")
     shipping: Literal["auto", "always", "never"] = Field(
         "auto",
         description="One replica computes the prompt, or sends pages of a prefix, for another: "
@@ -51,7 +58,7 @@ class RouterConfig(BaseModel):
     max_prefix_pages: int = Field(500_000, ge=0, description="Page hashes known at most, about 300 bytes each.")
 
 
-_INSTANT = 1e-9  # seconds of a prompt that costs nothing: a booking of 0 s means that another replica computes it
+_INSTANT = 1e-9  # seconds of a prompt that costs nothing: one of 0 s is computed by another replica
 
 
 MOST_IN_USE = 16
@@ -92,7 +99,7 @@ class Fleet:
         self.table.join(name, profile, now)
 
     def leave(self, name: str) -> None:
-        """Remove a replica that takes no new requests. Its bookings end."""
+        """Remove a replica that takes no new requests. Its in-flight loads end."""
         slot = self.table.leave(name)
         if slot is not None:
             for prefixes in (self.prefixes, *self.in_tiers):
@@ -134,9 +141,11 @@ class Fleet:
         if (placement := self._on_the_only(query, now, candidates)) is not None:
             return placement
         self.table.refresh(now)
-        slo, loads = self.classes[self._priority(query.slo_class)], self.table.loads
+        slo = self.classes[self._priority(query.slo_class)]
+        loads = self.table.loads
         ways = self._with_prefixes(query, now, candidates, exclude)
-        prediction, cached = ways.prediction, ways.cached
+        prediction = ways.prediction
+        cached = ways.cached
         if self.config.policy != "seconds":
             policy = baselines.POLICIES[self.config.policy]
             prefill, decode = baselines.place(policy, self.table, candidates, query, cached, self.num_chosen)
@@ -145,7 +154,8 @@ class Fleet:
             check_promise(loads, query, prediction, slo, prefill, candidates.alone)
         else:
             pair = choose(loads, query, cached, prediction, slo, candidates)
-            prefill, decode = pair.prefill, pair.decode
+            prefill = pair.prefill
+            decode = pair.decode
         how, brought = self._brought(ways, prefill, candidates.prefills)
         return self._placement(query, slo, prediction, prefill, decode, cached, how, **brought)
 
@@ -214,25 +224,28 @@ class Fleet:
         replica = self.table.by_name.get(name)
         if replica is None:
             return
-        profile, priority, size = replica.profile, self._priority(query.slo_class), replica.profile.page_size
-        held, output = int(self._num_held(replica, query, cached_tokens)) // size, query.expected_output
+        profile = replica.profile
+        priority = self._priority(query.slo_class)
+        size = replica.profile.page_size
+        held = int(self._num_held(replica, query, cached_tokens)) // size
+        output = query.expected_output
         here = min(self.prefixes.num_reported(replica.slot, query.page_hashes), cached_tokens // size)
-        booking = Booking(
+        in_flight = InFlightLoad(
             priority,
             query.num_tokens,
             seconds,
             profile.needs.at_once(query.num_tokens + output * decodes, held),
             decodes,
             query.adapter,
-            query.payer,
+            query.tenant,
             query.weight,
             at=self.table.now,
             output=output,
             idle_pages=max(here - held, 0),
             adapter_weights=query.adapter_weights,
         )
-        replica.pending[query.request_id] = booking
-        self.table.touch(replica)
+        if replica.place(query.request_id, in_flight):
+            self.table.touch(replica)
         self.prefixes.expect(replica.slot, query.page_hashes)
 
     def _with_other_weights(self, weights: str) -> list[str]:
@@ -241,7 +254,8 @@ class Fleet:
 
     def _paused(self) -> Collection[str]:
         """Return the paused replicas, unless all are: then requests wait at them."""
-        paused, out = self.table.paused, self.table.paused | self.table.outdated
+        paused = self.table.paused
+        out = self.table.paused | self.table.outdated
         return paused if any(name not in out for name in self.table.by_name) else set()
 
     def _predict(
@@ -250,14 +264,19 @@ class Fleet:
         """Return the prediction for a prompt at every replica, or at those in `slots`, which have `cached` tokens.
 
         `held`: see `predict_prompt`."""
-        priority, loads, fair = self._priority(query.slo_class), self.table.loads, None
+        priority = self._priority(query.slo_class)
+        loads = self.table.loads
+        fair = None
         if slots is not None:
-            ages, loads, held = ages[slots], loads.at(slots), None if held is None else held[slots]
-        if query.payer:
+            ages = ages[slots]
+            loads = loads.at(slots)
+            held = None if held is None else held[slots]
+        if query.tenant:
             every = self.table.by_slot
             replicas = every if slots is None else [every[slot] for slot in slots]
-            fair = partial(fair_ahead, replicas, priority, query.payer, query.weight)
-        asked, adapter = (query.num_tokens, query.max_tokens, priority), query.adapter_weights
+            fair = partial(fair_ahead, replicas, priority, query.tenant, query.weight)
+        asked = (query.num_tokens, query.max_tokens, priority)
+        adapter = query.adapter_weights
         prediction = predict_prompt(loads, *asked, cached, ages, self.classes, query.items, fair, held, adapter)
         if query.adapter:
             waits = self.table.adapter_waits(query.adapter)
@@ -292,14 +311,16 @@ class Fleet:
         return found
 
     def _num_held(self, replica: ReplicaState, query: Query, cached: float) -> float:
-        """Return how many of the `cached` tokens of a prompt lie in pages that other requests of a replica hold: those
-        that have a token, and where all that wait have room, the others."""
+        """Return how many of the `cached` tokens of a prompt lie in pages that other requests of a replica hold.
+
+        Requests that have a token hold their pages. Waiting requests count too if all of them have room.
+        """
         if not cached:
             return 0.0
         row, priority = self.table.row_of(replica), self._priority(query.slo_class)
         all_start, held, most = row.free_pages[priority] >= 0, 0, cached / self.page_size
-        for request_id, booking in (*replica.pending.items(), *replica.included.items()):
-            if booking.has_first or all_start:
+        for request_id, in_flight in (*replica.pending.items(), *replica.included.items()):
+            if in_flight.has_first or all_start:
                 hashes = [each for name, each in self._placed.get(request_id, ()) if name == replica.name]
                 held = max([held, *(num_shared(query.page_hashes, each) for each in hashes)])
             if held >= most:
@@ -310,7 +331,7 @@ class Fleet:
     def _on_the_only(self, query: Query, now: float, candidates: Candidates) -> Placement | None:
         """Return the placement on the only replica there is, predicted over floats, where only its times are open. None
         where the request may load or encode, wait for room, be refused, or share with other tenants."""
-        is_plain = not (query.payer or query.items or query.adapter or any(map(len, self.in_tiers)))
+        is_plain = not (query.tenant or query.items or query.adapter or any(map(len, self.in_tiers)))
         if not is_plain or self.config.policy != "seconds" or len(candidates.prefills):
             return None
         only, priority = self.table.only_row(now), self._priority(query.slo_class)
@@ -385,7 +406,7 @@ class Fleet:
     ) -> Placement:
         """Return the placement of a request. `how`, `brought`: see `_brought`."""
         first, last = self.table.replica_in(prefill), self.table.replica_in(decode)
-        ttft, alone = _at(prediction.ttft, prefill), _at(prediction.alone, prefill)
+        ttft, alone = _first_token_s(prediction, prefill, decode), _at(prediction.alone, prefill)
         late = slo.weight * max(ttft - slo.ttft_deadline(alone), 0.0)
         late += _at(prediction.prompt_lateness, prefill) + _at(prediction.decode_lateness, decode)
         reason = self.config.policy + how
@@ -404,6 +425,12 @@ class Fleet:
             weights=last.profile.weights if self.config.unlike_weights == "apart" else "",
             **brought,
         )
+
+
+def _first_token_s(prediction: Prediction[Any], prefill: int, decode: int) -> float:
+    """Return the predicted seconds to a first token. That of a pair waits for room of the decode replica too."""
+    computed = _at(prediction.ttft, prefill)
+    return computed if prefill == decode else max(computed, _at(prediction.room_wait, decode))
 
 
 def _at(figures: Floats | float, slot: int) -> float:

@@ -6,9 +6,9 @@ from dataclasses import replace
 from crossdock.router.actions import ReplicaLost, Submit
 from crossdock.router.fleet import Fleet
 from crossdock.router.placement import Placement, Query
-from crossdock.workers.schedule.memory.prefix_index import PageHash, hash_pages
-from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.submission import Leg, Overloaded, Submission
+from crossdock.workers.schedule.request.items import Item
+from crossdock.workers.schedule.request.page_hashes import PageHash, hash_pages
+from crossdock.workers.schedule.request.submission import Leg, Overloaded, Submission
 
 _NO_EQUAL = (
     "no replica is left with the weights that made the tokens so far; others would change what follows "
@@ -39,7 +39,7 @@ def query_of(
         hashes,
         submission.slo_class,
         max(submission.sampling.max_tokens - len(output), 0),
-        submission.payer,
+        submission.tenant,
         submission.weight,
         may_ship=may_ship,
         may_refuse=may_refuse,
@@ -88,16 +88,19 @@ def choose_replicas(
 
 def submits_of(placement: Placement, submission: Submission) -> list[Submit]:
     """Return the legs of one attempt. Legs that receive come before the legs that send to them."""
-    decode, prefill, computing = placement.decode, placement.prefill, submission
+    decode = placement.decode
+    prefill = placement.prefill
+    computing = submission
     if placement.alternatives:
         ways = tuple(placement.alternatives.items())
         computing = replace(submission, source_tokens=placement.source_tokens, alternatives=ways)
     if prefill is None:
         return [Submit(decode, computing, source=placement.source)]
-    receive, send = replace(submission, leg=Leg.RECEIVE), replace(computing, leg=Leg.SEND)
+    receive = replace(submission, leg=Leg.RECEIVE)
+    send = replace(computing, leg=Leg.SEND)
     return [Submit(decode, receive, prefill), Submit(prefill, send, decode, placement.source)]
 
 
 def _items_of(items: Sequence[Item]) -> list[tuple[int, int, int]]:
     """Return (end, rows, parts) of the last one of all equal items: a replica without its pages encodes it once."""
-    return sorted({item.content_hash: (item.end, item.num_rows, item.num_parts) for item in items}.values())
+    return sorted({item.content_hash: (item.end, item.num_embedding_tokens, item.num_parts) for item in items}.values())

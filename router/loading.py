@@ -1,6 +1,6 @@
 """Predict where a replica loads pages of a prompt's prefix from the tiers below its pool, in place of computing them.
 
-The replica decides so itself, by the same comparison: see `TierLoading`.
+The replica decides so itself, by the same `loads_sooner`: see `TierLoading`.
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,8 @@ from crossdock.router.loads import Loads, Slots
 from crossdock.router.placement import Candidates, due_s, least, prompt_costs
 from crossdock.router.predict import PromptPrediction
 from crossdock.workers.schedule.cost.formula import Floats
-from crossdock.workers.schedule.slo import SloClass
+from crossdock.workers.schedule.first_token import loads_sooner
+from crossdock.workers.schedule.request.slo import SloClass
 
 LOAD_CANDIDATES = 8
 """Replicas of least cost that are tried with a load. More would cost time at every decision."""
@@ -35,29 +36,33 @@ def with_loads(
         here: the prediction without a load, which this changes.
         predict: returns the prediction at the replicas of some slots, with so many cached tokens each.
     """
-    more, first = by_tier[-1] - cached, candidates.first
+    more = by_tier[-1] - cached
+    first = candidates.first
     slots: Slots = first.compress(more.take(first) > 0)
     if len(slots) > LOAD_CANDIDATES:
         costs = prompt_costs(slo, due_s(here, slo, first), here.ttft, here.prefill, here.prompt_lateness)
         slots = least(slots, costs - (slo.weight + 1) * saved_seconds(loads, cached, more), LOAD_CANDIDATES)
     if not len(slots):
         return cached, slots
-    before, queue, size = cached[slots], loads.load_queue[slots], loads.page_size[slots]
-    seconds = queue
+    before = cached[slots]
+    queue = loads.load_queue[slots]
+    size = loads.page_size[slots]
+    load_s: Floats = np.zeros(len(slots))
     for tokens, page_s in zip(by_tier, (loads.load_first, loads.load_second), strict=False):
-        seconds = seconds + loads.group_pages((tokens[slots] - before) / size, slots) * page_s[slots]
+        load_s += loads.group_pages((tokens[slots] - before) / size, slots) * page_s[slots]
         before = tokens[slots]
     loaded = predict(slots, before)
     computed = here.prefill[slots] - loaded.prefill
     # Prompts of plain layers are computed from the beginning while they are loaded from the end, until both meet.
     meets = (loads.num_layer_groups[slots] == 1) & (loads.num_full_groups[slots] == 1) & (loads.state_pages[slots] == 0)
-    is_sooner = computed > np.where(meets, queue, seconds)
+    is_sooner = loads_sooner(computed, queue, load_s, meets)
     # A load begins when the prompt has pages, and runs while the prompt waits for its turn.
     idle = loaded.ttft - loaded.prefill / loaded.prompt_share - loaded.room_wait
-    wait = np.maximum(seconds - idle, 0.0)
+    wait = np.maximum(queue + load_s - idle, 0.0)
     both = np.where(meets, computed * wait / np.maximum(computed + wait, 1e-12), 0.0)
     wait = np.where(meets, both, wait)
-    loaded.ttft, loaded.prefill = loaded.ttft + wait, loaded.prefill + both
+    loaded.ttft = loaded.ttft + wait
+    loaded.prefill = loaded.prefill + both
     here.improve(loaded, slots, is_sooner)
     tokens = cached.copy()
     tokens[slots[is_sooner]] = before[is_sooner]

@@ -26,9 +26,9 @@ from crossdock.router.loads import Loads, Slots
 from crossdock.router.predict import Prediction, PromptPrediction
 from crossdock.router.work import EXPECTED_OUTPUT_TOKENS
 from crossdock.workers.schedule.cost.formula import Floats
-from crossdock.workers.schedule.memory.prefix_index import PageHash
-from crossdock.workers.schedule.slo import DEFAULT_CLASS, SloClass
-from crossdock.workers.schedule.submission import Overloaded
+from crossdock.workers.schedule.request.page_hashes import PageHash
+from crossdock.workers.schedule.request.slo import DEFAULT_CLASS, SloClass
+from crossdock.workers.schedule.request.submission import Overloaded
 
 LATE_WEIGHT = 100.0
 """Cost of one weighted second of lateness, in seconds of work: large, so that a promise is broken only where every
@@ -49,7 +49,7 @@ choose the same one of nearly equal replicas. knee: with 0, good requests fall f
 
 HANDOVER_S = 0.005
 """Seconds that a pair costs besides the transfer of pages, for messages and a registration: of the order of the round
-trips in docs/nixl.md. pools: 18.8 % of requests are shipped, with 0 20.4 %, with 0.05 15.4 %."""
+trips in benchmarks/records/nixl.md. pools: 18.8 % of requests are shipped, with 0 20.4 %, with 0.05 15.4 %."""
 
 EVICTION_WEIGHT = 2.0
 """Cost of one second of prefill that evicted pages will need again, in seconds of work: a replica works for it, and the
@@ -70,12 +70,13 @@ class Query:
     page_hashes: Sequence[PageHash] = ()  # of its full pages that may be shared
     slo_class: str = DEFAULT_CLASS
     max_tokens: int = EXPECTED_OUTPUT_TOKENS  # of its output
-    payer: str = ""  # the tenant whose share it uses; empty: tenants are not told apart
+    tenant: str = ""  # the tenant whose share it uses; empty: tenants are not told apart
     weight: float = 1.0  # of that tenant
     may_ship: bool = True  # whether one replica may compute the prompt for another
     may_refuse: bool = True  # False: its client named no class, or a replica has accepted the request
     is_prompt_alone: bool = False  # it has no output, so that prefill replicas compute all of it
-    weights: str = ""  # that made its output so far: only replicas with the same go on with it; empty: all may
+    # Weight version that made the output so far; only replicas with this version may continue. Empty: any.
+    weights: str = ""
     adapter: str = ""  # fingerprint of the adapter that it needs; empty: none
     adapter_weights: int = 0  # numbers in the adapter's matrices
     items: Sequence[tuple[int, int, int]] = ()  # (end, rows, parts: 1 for a picture) of each unlike item, in order
@@ -103,6 +104,11 @@ class Placement:
     cached_tokens: int = 0  # of its prompt, at the replica that computes the rest
     prefill_seconds: float = 0.0  # of that replica's time that the rest takes
     weights: str = ""  # of the decode replica, where a stream is bound to them; see `SchedulingProfile`
+
+    @property
+    def replicas(self) -> tuple[str, ...]:
+        """The replicas that work on the request, the one that generates last."""
+        return (self.decode,) if self.prefill is None else (self.prefill, self.decode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,9 +144,11 @@ def choose(
     Raises:
         Overloaded: no replica can keep the promise, and every replica refuses late requests.
     """
-    alone, prefills = candidates.alone, candidates.prefills
+    alone = candidates.alone
+    prefills = candidates.prefills
     first = candidates.first
-    prompt_cost, output_cost = _costs(query, prediction, slo, first)
+    due = due_s(prediction, slo, first)
+    prompt_cost, output_cost = _costs(query, prediction, slo, due)
     spread = _tie_spread(query.request_id, candidates.name_hashes)
     best: SlotPair | None = None
     evicted = EVICTION_WEIGHT * prediction.evicted
@@ -150,11 +158,13 @@ def choose(
         at = int(costs.argmin())
         best = SlotPair(int(alone[at]), int(alone[at]), float(costs[at]))
     prompt_cost += evicted  # a pair keeps the pages of the prompt on both replicas
+    room = prediction.room_wait
+    room_cost = output_cost + slo.weight * (room + LATE_WEIGHT * np.maximum(room - due, 0.0))
     for group in np.unique(candidates.groups[prefills]) if len(prefills) and len(candidates.decodes) else ():
         near = least(_within(prefills, group, candidates), prompt_cost * spread, PAIR_CANDIDATES)
-        far = least(_within(candidates.decodes, group, candidates), output_cost * spread, PAIR_CANDIDATES)
-        tail = _transfer_tail(loads, query, cached, prediction, near, far)
-        costs = prompt_cost[near, None] + output_cost[far] + slo.weight * tail
+        far = least(_within(candidates.decodes, group, candidates), room_cost * spread, PAIR_CANDIDATES)
+        handover = _handover_costs(loads, query, cached, prediction, slo, due, near, far)
+        costs = prompt_cost[near, None] + output_cost[far] + handover
         costs *= np.sqrt(spread[near, None] * spread[far])
         costs[near[:, None] == far] = inf
         if costs.size and (best is None or costs.min() < best.cost):
@@ -173,9 +183,8 @@ def check_promise(
         _refuse_if_late(loads, prediction, slo, first)
 
 
-def _costs(query: Query, prediction: Prediction[Floats], slo: SloClass, first: Slots) -> tuple[Floats, Floats]:
+def _costs(query: Query, prediction: Prediction[Floats], slo: SloClass, due: float) -> tuple[Floats, Floats]:
     """Return the costs, in weighted seconds `[slot]`, of computing the prompt and of making the output."""
-    due = due_s(prediction, slo, first)
     output = query.expected_output
     prompt = prompt_costs(slo, due, prediction.ttft, prediction.prefill, prediction.prompt_lateness)
     pace = slo.weight * DECODE_WEIGHT * output * prediction.gap
@@ -212,18 +221,42 @@ def least(slots: Slots, costs: Floats, most: int) -> Slots:
     return slots if len(slots) <= most else slots[costs.take(slots).argpartition(most)[:most]]
 
 
-def _transfer_tail(
-    loads: Loads, query: Query, cached: Floats, prediction: Prediction[Floats], near: Slots, far: Slots
+def _handover_costs(
+    loads: Loads,
+    query: Query,
+    cached: Floats,
+    prediction: Prediction[Floats],
+    slo: SloClass,
+    due: float,
+    near: Slots,
+    far: Slots,
 ) -> Floats:
-    """Return the seconds `[prefill, decode]` from the first token, which the prefill replica makes, until the decode
-    replica has all pages and room for them. Pages travel while the prompt is computed; those of the last chunk only
-    afterwards, and those of the recurrent state."""
+    """Return the weighted seconds `[prefill, decode]` that a pair costs beside its prompt and its output.
+
+    The client gets the first token once it is computed and the decode replica has room. The second one needs all pages.
+    They travel from then on while the prompt is computed; those of the last chunk, and of the state, afterwards. Where
+    that takes longer than a token may, the stream is late.
+    """
+    computed = prediction.ttft[near, None]
+    room = prediction.room_wait[far]
+    first = np.maximum(computed, room)
+    travel, behind = _travel(loads, query, cached, prediction, near, far)
+    gap = HANDOVER_S + np.maximum(computed + behind, room + travel) - first
+    late = np.maximum(first - due, 0.0) - np.maximum(computed - due, 0.0) + np.maximum(gap - slo.tpot_s, 0.0)
+    costs: Floats = slo.weight * (first - computed + gap + LATE_WEIGHT * late)
+    return costs
+
+
+def _travel(
+    loads: Loads, query: Query, cached: Floats, prediction: Prediction[Floats], near: Slots, far: Slots
+) -> tuple[Floats, Floats]:
+    """Return the seconds `[prefill, decode]` for which pages travel, and those of them after the prompt is computed."""
     pages = (query.num_tokens - cached[far]) / loads.page_size[far]
     num_bytes = loads.group_pages(pages, far) * loads.page_bytes[far]
     travel = num_bytes / loads.bytes_per_second[near, None]
-    behind = travel_behind(travel, loads.max_step_tokens[near, None], prediction.alone[near, None], query.num_tokens)
-    behind += loads.state_pages[far] * loads.page_bytes[far] / loads.bytes_per_second[near, None]
-    return HANDOVER_S + np.maximum(behind, prediction.room_wait[far] - prediction.ttft[near, None])
+    behind = travel_behind(travel, prediction.chunk[near, None], prediction.alone[near, None], query.num_tokens)
+    state = loads.state_pages[far] * loads.page_bytes[far] / loads.bytes_per_second[near, None]
+    return travel + state, behind + state
 
 
 def travel_behind(travel: Floats, chunk: Floats, alone: Floats, num_tokens: int) -> Floats:

@@ -9,9 +9,8 @@ The commands that the constants cite are in placement.py."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
-from functools import reduce
 from math import inf
-from operator import add, attrgetter
+from operator import attrgetter
 from typing import Any, Generic, TypeAlias
 
 import numpy as np
@@ -19,11 +18,22 @@ from numpy.typing import NDArray
 
 from crossdock.router.loads import ReplicaFigures, Slots
 from crossdock.router.work import EXPECTED_OUTPUT_TOKENS
-from crossdock.workers.report.advertise import MEMORY_S, MOST_ENDS
+from crossdock.workers.report.live_profile import MEMORY_S, MOST_ENDS
 from crossdock.workers.schedule.cost.formula import Figure, Floats
-from crossdock.workers.schedule.pacing.chunk_policies import pace_beside
-from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE
-from crossdock.workers.schedule.slo import SloClass
+from crossdock.workers.schedule.first_token import (
+    PromptSteps,
+    drain_seconds,
+    first_token_seconds,
+    largest,
+    nothing_like,
+    pace_of,
+    prompt_seconds,
+    seconds_of_equals,
+    total_of,
+)
+from crossdock.workers.schedule.pictures.encoder_cost import batch_seconds
+from crossdock.workers.schedule.policies.chunk_policies import Lent
+from crossdock.workers.schedule.request.slo import SloClass
 
 Figures: TypeAlias = ReplicaFigures[Any, Figure, Any]  # `Loads`, or a `Row`
 
@@ -47,6 +57,7 @@ class PromptPrediction(Generic[Figure]):
     alone: Figure  # to the first token if the replica has nothing else to do
     admission_ttft: Figure  # to the first token, as the replica's own admission computes that
     ttft: Figure  # to the first token
+    chunk: Figure  # no seconds: tokens of the prompt that a step holds, if the replica has nothing else to do
     prompt_share: Figure  # no seconds: share of the replica's time that the prompt gets
     prompt_lateness: Figure  # by which the prompt makes running streams late, weighted by class
     room_wait: Figure  # until a place and pages are free for the request
@@ -91,8 +102,9 @@ def with_output(
     token = token + loads.cost.per_adapted * adapter if adapter else token
     gap = loads.future_gap + loads.token_share * token
     evicted = _evicted_seconds(loads, num_tokens + output, cached)
-    late, work = _decode_lateness(loads, slo, gap, output, classes), output * token * loads.interval_share
-    seconds = prompt.prefill, prompt.alone, prompt.admission_ttft, prompt.ttft, prompt.prompt_share
+    late = _decode_lateness(loads, slo, gap, output, classes)
+    work = output * token * loads.interval_share
+    seconds = prompt.prefill, prompt.alone, prompt.admission_ttft, prompt.ttft, prompt.chunk, prompt.prompt_share
     return Prediction(*seconds, prompt.prompt_lateness, prompt.room_wait, evicted, gap, late, work)
 
 
@@ -125,114 +137,81 @@ def predict_prompt(
     rest = num_tokens - cached
     context = cached + rest / 2
     per_token = cost.per_token(context, adapter)
-    own = _prefill_seconds(loads, num_tokens, rest, cached, adapter)
+    chunk = PromptSteps(loads.max_step_tokens, loads.max_chunk_s).tokens(cost, per_token)
+    steps = loads.interval_share, cached, num_tokens, chunk, adapter
+    own = prompt_seconds(loads.cost, *steps)
     prompt_lateness = _prompt_lateness(loads, priority, rest, per_token, context, classes)
     if items:
         encoder, num_items = _encoder_seconds(loads, items, cached)
         own += encoder * loads.interval_share
         prompt_lateness += _encoder_lateness(loads, priority, rest, encoder, num_items, classes)
-    drain = _drain_seconds(loads, rest, cached, adapter)
+    drain = drain_seconds(loads.cost, *steps)
     ahead = _backlog_ahead(loads, priority, age, own, fair)
     behind = ahead + own
     output = min(max_tokens, EXPECTED_OUTPUT_TOKENS)
-    room_wait = _nothing(rest) if held is None else _room_wait(loads, priority, num_tokens - held + output, age)
+    room_wait = nothing_like(rest) if held is None else _room_wait(loads, priority, num_tokens - held + output, age)
     # More urgent prompts that come later go first. And the longer this prompt takes, the likelier it is that as many
     # streams will run meanwhile as did recently.
     excess = loads.recent_excess_share * np.exp(age / -MEMORY_S) * (behind / (behind + RECENT_SHARE_BACKLOG_S))
-    share = larger(loads.own_prefill_share[priority] - excess, LEAST_SHARE)
-    lent = loads.lent_share, loads.lent_seconds * loads.delays_streams[priority], behind, larger
-    pace = pace_beside(share, *lent)
-    ttft = larger(larger(ahead * pace, loads.step_left), room_wait) + own * pace + drain
+    share = loads.own_prefill_share[priority] - excess
+    lent = Lent(loads.lent_share, loads.lent_seconds * loads.delays_streams[priority])
+    pace = pace_of(share, lent, behind, larger)
+    known_pace = pace_of(loads.prefill_share[priority], lent, behind, larger)
+    not_before = loads.step_left if held is None else larger(loads.step_left, room_wait)
     return PromptPrediction(
         prefill=own,
         alone=own + drain,
-        admission_ttft=behind * pace_beside(loads.prefill_share[priority], *lent) + drain,
-        ttft=ttft,
+        admission_ttft=first_token_seconds(ahead, own, known_pace, drain, 0.0, 0.0, larger),
+        ttft=first_token_seconds(ahead, own, pace, drain, not_before, loads.filled_step, larger),
+        chunk=chunk,
         prompt_share=1 / pace,
         prompt_lateness=prompt_lateness,
         room_wait=room_wait,
     )
 
 
-def _most(figures: Any) -> float:
-    """Return the largest of all replicas' figures; of an only replica's, the figure."""
-    return np.maximum.reduce(figures) if isinstance(figures, np.ndarray) else figures  # without the frames of `max`
-
-
-def _nothing(like: Any) -> Any:
-    return np.zeros(len(like)) if isinstance(like, np.ndarray) else 0.0
-
-
 def _encoder_seconds(loads: Any, items: Sequence[tuple[int, int, int]], cached: Any) -> tuple[Any, Any]:
-    """Return the encoder's seconds and items at every replica: `Encoding.seconds_left` with no embedding in memory."""
-    if loads.encoder_per_row.max() <= 0:
+    """Return the seconds of the encoder and the items to encode at every replica, which has no embedding of them."""
+    if loads.encoder_per_token.max() <= 0:
         return np.zeros(len(cached)), np.zeros(len(cached))
     ends, rows, parts = np.array(items, dtype=float).T
     missing = (ends[:, None] > cached).astype(float)
     num_items = missing.sum(axis=0)
-    seconds: Floats = loads.encoder_base * (num_items > 0) + loads.encoder_per_row * (rows @ missing)
-    seconds += loads.encoder_per_square * ((rows * rows / parts) @ missing)
-    return seconds, num_items
-
-
-def _prefill_seconds(loads: Figures[Figure], num_tokens: int, rest: Figure, cached: Figure, adapter: int) -> Figure:
-    """Return the seconds of the uncached `rest` of a prompt at every replica, as `Forecast.prefill_seconds` does."""
-    if num_tokens <= -_most(-loads.max_step_tokens):  # one step, which is the usual case
-        return loads.cost.chunk_step_seconds(cached, rest, adapter) * loads.interval_share
-    return loads.cost.prefill_seconds(cached, cached + rest, loads.max_step_tokens, adapter) * loads.interval_share
-
-
-def _drain_seconds(loads: Figures[Figure], rest: Figure, cached: Figure, adapter: int) -> Figure:
-    """Return the seconds that the prompt's last step takes to leave a pipeline, beyond the interval between steps."""
-    after = 1 - loads.interval_share
-    if _most(after) <= 0:  # no replica is a pipeline, which is the usual case
-        return _nothing(rest)
-    last = loads.cost.last_step_seconds(cached, cached + rest, loads.max_step_tokens, adapter)
-    return loads.cost.larger(after, 0.0) * last
+    costs = loads.encoder_base, loads.encoder_per_token, loads.encoder_per_square
+    return batch_seconds(*costs, num_items, rows @ missing, (rows * rows / parts) @ missing), num_items
 
 
 def _backlog_ahead(
     loads: Figures[Figure], priority: int, age: Figure, own: Figure, fair: Callable[[Figure, Figure], Figure] | None
 ) -> Figure:
-    """Return the seconds of waiting prompts that go before a prompt of `own` seconds, as `forecast.predicted_ttft` does
-    for single prompts. Since a replica last reported, it has worked off some of what it reported."""
-    larger, smaller = loads.cost.larger, loads.cost.smaller
+    """Return the seconds of waiting prompts that go before a prompt of `own` seconds.
+
+    Since a replica last reported, it has worked off some of what it reported."""
+    larger = loads.cost.larger
+    smaller = loads.cost.smaller
     done = smaller(age, MAX_UNSEEN_PROGRESS_S) * loads.prefill_share[priority]
-    urgent, urgent_booked = loads.urgent_reported[priority], loads.urgent_booked[priority]
+    urgent = loads.urgent_reported[priority]
+    urgent_booked = loads.urgent_booked[priority]
     ahead = larger(urgent - done, 0.0)
     most = None if fair is None else ahead + urgent_booked + fair(own, larger(done - urgent, 0.0))
     # Prompts of the same class share the time: each delays this one by this one's own length at most.
     reported, booked = loads.waiting(priority)
     done = done - urgent
     if len(reported[0]):
-        total = _sum(reported[1])
+        total = total_of(reported[1])
         left = smaller(larger(1 - done / larger(total, 1e-9), 0.0), 1.0)
-        ahead += _at_most(loads, reported, left, own)
+        ahead += seconds_of_equals(reported[0], reported[1], own, loads.cost, left)
         done -= total
     # Booked prompts are computed after those, and not before the step ended that ran as the first one was booked.
-    if len(reported[0]) or len(booked[0]) or _most(urgent_booked) > 0:
+    if len(reported[0]) or len(booked[0]) or largest(urgent_booked) > 0:
         since = smaller(age - loads.first_booked, MAX_UNSEEN_PROGRESS_S) - loads.step_left
         done = smaller(done, since * loads.prefill_share[priority])
         done = larger(done, 0.0)
         ahead += larger(urgent_booked - done, 0.0)
-        left = 1 - (done - urgent_booked) / larger(_sum(booked[1]), 1e-9)
+        left = 1 - (done - urgent_booked) / larger(total_of(booked[1]), 1e-9)
         left = smaller(larger(left, 0.0), 1.0)
-        ahead += _at_most(loads, booked, left, own)
+        ahead += seconds_of_equals(booked[0], booked[1], own, loads.cost, left)
     return ahead if most is None else np.where(np.isnan(most), ahead, most)
-
-
-def _at_most(loads: Figures[Figure], waiting: Any, left: Figure, own: Figure) -> Figure:
-    """Return the seconds that are left of waiting prompts, of each at most `own`."""
-    smaller, (counts, seconds) = loads.cost.smaller, waiting
-    if isinstance(counts, np.ndarray):
-        return _sum(smaller(seconds * left, counts * own))
-    return _sum([smaller(each * left, count * own) for count, each in zip(counts, seconds, strict=True)])
-
-
-def _sum(groups: Any) -> Any:
-    """Add the groups of every replica, or of an only one, in order."""
-    # In half the time of `Floats.sum` where replicas have few groups.
-    return np.add.reduce(groups) if isinstance(groups, np.ndarray) else reduce(add, groups, 0.0)
 
 
 def lacks_room(loads: Figures[Figure], priority: int, tokens: Figure | float, age: Figure) -> Any:
@@ -250,19 +229,20 @@ def _room_wait(loads: Any, priority: int, rest: Any, age: Any) -> Any:
     places = np.arange(1, MOST_ENDS + 1)[:, None]
     seconds, freed = loads.ends
     until = np.concatenate([seconds[1:], np.full((1, len(rest)), inf)])  # the next end
-    enough = (freed >= missing) & (places >= np.minimum(1 - loads.free_places[priority], MOST_ENDS)) & (until > age)
+    enough = (freed >= missing) & (places >= np.minimum(1 - loads.free_seq_slots[priority], MOST_ENDS)) & (until > age)
     at = np.where(enough.any(axis=0), enough.argmax(axis=0), MOST_ENDS - 1)
     slots = np.arange(len(rest))
     most = np.maximum(freed.max(axis=0), 1.0)
-    later = np.maximum(np.ceil(missing / most), 1.0)  # as many pages more take as long again
+    # Each further `most` pages take the same time again.
+    later = np.maximum(np.ceil(missing / most), 1.0)
     wait: Floats = np.where(lacks, np.maximum(seconds[at, slots] * later - age, 0.0), 0.0)
     return wait
 
 
 def _evicted_seconds(loads: Figures[Figure], tokens: int, cached: Figure) -> Figure:
     """Return the seconds of prefill that are expected to be lost if the `tokens` that are not `cached` get pages."""
-    if _most(loads.eviction_seconds) <= 0:
-        return _nothing(cached)
+    if largest(loads.eviction_seconds) <= 0:
+        return nothing_like(cached)
     larger = loads.cost.larger
     evicted = larger(_pages(loads, tokens - cached) - larger(loads.empty_pages, 0.0), 0.0)
     return evicted * loads.eviction_seconds
@@ -277,14 +257,17 @@ def _prompt_lateness(
     loads: Figures[Figure], priority: int, rest: Figure, per_token: Figure, context: Figure, classes: Sequence[SloClass]
 ) -> Figure:
     """Return the weighted seconds by which the steps that compute the prompt make running streams late."""
-    larger, smaller = loads.cost.larger, loads.cost.smaller
+    larger = loads.cost.larger
+    smaller = loads.cost.smaller
     chunk = smaller(loads.min_chunk, rest)
-    cost, streams, per_step = loads.cost, loads.step_streams, loads.chunk_gap
+    cost = loads.cost
+    streams = loads.step_streams
+    per_step = loads.chunk_gap
     more = chunk * per_token + cost.per_chunk_context * context
     more += cost.early_seconds(streams + chunk) - cost.early_seconds(streams)
     step = larger(loads.gap + more * per_step, cost.least_with_chunk * per_step)
-    if _most(step) <= _tightest_tpot(classes):  # no stream is late at any replica, which is the usual case
-        return _nothing(rest)
+    if largest(step) <= _tightest_tpot(classes):  # no stream is late at any replica, which is the usual case
+        return nothing_like(rest)
     late = _lateness(step, loads.streams, classes, larger) - loads.lateness
     return cost.chosen(loads.delays_streams[priority], late * rest / (larger(chunk, 1.0) * loads.depth), 0.0)
 
@@ -309,8 +292,8 @@ def _decode_lateness(
     loads: Figures[Figure], slo: SloClass, gap: Figure, output: int, classes: Sequence[SloClass]
 ) -> Figure:
     """Return the weighted seconds by which `output` steps of `gap` make all streams late, the request's included."""
-    if _most(gap) <= _tightest_tpot(classes):
-        return _nothing(gap)
+    if largest(gap) <= _tightest_tpot(classes):
+        return nothing_like(gap)
     larger = loads.cost.larger
     more = _lateness(gap, loads.future_streams, classes, larger) - loads.future_lateness
     return output * (more + slo.weight * larger(gap - slo.tpot_s, 0.0))
@@ -322,7 +305,8 @@ def _tightest_tpot(classes: Sequence[SloClass]) -> float:
 
 def _lateness(gap: Figure, streams: Any, classes: Sequence[SloClass], larger: Callable[..., Any]) -> Figure:
     """Return `loads.lateness` of every replica."""
-    late, longest = _nothing(gap), _most(gap)
+    late = nothing_like(gap)
+    longest = largest(gap)
     for slo, count in zip(classes, streams, strict=True):
         if longest > slo.tpot_s:
             late += larger(gap - slo.tpot_s, 0.0) * (slo.weight * count)

@@ -14,9 +14,9 @@ from typing import TypeAlias
 
 import numpy as np
 
-from crossdock.workers.report.advertise import PageChanges
+from crossdock.workers.report.live_profile import PageChanges
 from crossdock.workers.schedule.cost.formula import Floats
-from crossdock.workers.schedule.memory.prefix_index import PageHash
+from crossdock.workers.schedule.request.page_hashes import PageHash
 
 Bits: TypeAlias = int
 """A set of replicas: bit i is the replica in slot i. Python's integers have any length, and `&` is one call."""
@@ -53,7 +53,8 @@ class Prefixes:
             return  # applied before
         if not is_next or changes.is_all or changes.number > pages.number + 1:
             self._evict(slot, pages, list(pages.reported))
-        pages.incarnation, pages.number = changes.incarnation, changes.number
+        pages.incarnation = changes.incarnation
+        pages.number = changes.number
         self._evict(slot, pages, changes.evicted)
         pages.reported.update(changes.added)
         self._add(slot, changes.added)

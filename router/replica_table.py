@@ -8,16 +8,18 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdock.router.loads import KeptPace, Loads, Row, Slots, blank, row
+from crossdock.router.loads import Loads, Row, Slots, blank
 from crossdock.router.placement import Candidates
-from crossdock.router.work import Booking
-from crossdock.workers.report.advertise import LiveProfile
+from crossdock.router.rows import KeptPace, row
+from crossdock.router.work import InFlightLoad
+from crossdock.workers.report.live_profile import Learnt, LiveProfile
 from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.schedule.cost.formula import Floats
-from crossdock.workers.schedule.slo import SloClass
-from crossdock.workers.schedule.weight_version import WeightVersion
+from crossdock.workers.schedule.request.slo import SloClass
+from crossdock.workers.schedule.request.weight_version import WeightVersion
 
 _FIRST_CAPACITY = 8  # slots; doubled when they run out
+_SEEN = 64  # pending requests of which the row may lack one
 
 
 @dataclass(slots=True)
@@ -31,11 +33,12 @@ class ReplicaState:
     slot: int
     profile: SchedulingProfile
     live: LiveProfile | None = None
-    pending: dict[str, Booking] = field(default_factory=dict)  # by request
-    included: dict[str, Booking] = field(default_factory=dict)
+    pending: dict[str, InFlightLoad] = field(default_factory=dict)  # by request
+    included: dict[str, InFlightLoad] = field(default_factory=dict)
     taken: dict[str, int] = field(default_factory=dict)  # pending requests it took: the last live profile without each
     pace: KeptPace = field(default_factory=KeptPace)
     row: Row | None = None  # made for the last choice; None: it must be made again
+    num_unseen: int = 0  # pending requests that the row lacks
 
     @property
     def role(self) -> Role:
@@ -50,24 +53,30 @@ class ReplicaState:
     def num_requests(self) -> int:
         """The number of requests: reported ones, and ones placed since the report."""
         live = self.live
-        reported = sum(live.streams) + sum(live.arriving) + sum(p.count for p in live.prompts) if live else 0
+        reported = (
+            sum(live.streams.counts) + sum(live.streams.arriving) + sum(p.count for p in live.prefills.groups)
+            if live
+            else 0
+        )
         return reported + len(self.pending)
 
     def has_adapter(self, adapter: str) -> bool:
         """Return whether the replica has reported an adapter, or has been given a request that needs the adapter."""
-        is_loaded = self.live is not None and adapter in self.live.adapters
-        return is_loaded or any(booking.adapter == adapter for booking in self.pending.values())
+        is_loaded = self.live is not None and adapter in self.live.adapters.fingerprints
+        return is_loaded or any(in_flight.adapter == adapter for in_flight in self.pending.values())
 
     def count_tokens(self) -> tuple[int, int]:
         """Return (uncached prompt tokens that are not computed yet, tokens in the contexts of streams)."""
-        waiting, context = 0, 0
+        waiting = 0
+        context = 0
         if self.live:
-            waiting, context = sum(prompts.tokens for prompts in self.live.prompts), self.live.context_tokens
-        for booking in self.pending.values():
-            if booking.has_first:
-                context += booking.tokens
-            elif booking.seconds:
-                waiting += booking.tokens
+            waiting = sum(prompts.tokens for prompts in self.live.prefills.groups)
+            context = self.live.streams.context_tokens
+        for in_flight in self.pending.values():
+            if in_flight.has_first:
+                context += in_flight.tokens
+            elif in_flight.seconds:
+                waiting += in_flight.tokens
         return waiting, context
 
     def is_news(self, live: LiveProfile) -> bool:
@@ -101,11 +110,21 @@ class ReplicaState:
     def first_token(self, request_id: str) -> bool:
         """Note that the prompt is computed. Return whether that changes the replica's row."""
         pending = self.pending.get(request_id)
-        booking = pending or self.included.get(request_id)
-        if booking is None or booking.has_first:
+        in_flight = pending or self.included.get(request_id)
+        if in_flight is None or in_flight.has_first:
             return False
-        booking.take_first_token()
+        in_flight.take_first_token()
         return pending is not None
+
+    def place(self, request_id: str, in_flight: InFlightLoad) -> bool:
+        """Add a request. Return whether the row must be made again.
+
+        A request of OpenAI's may have 2,048 inputs, which are placed one after the other. To make a row takes time for
+        each pending request, so the row of many lacks up to one in `_SEEN` of them.
+        """
+        self.pending[request_id] = in_flight
+        self.num_unseen += 1
+        return self.num_unseen * _SEEN >= len(self.pending)
 
     def settle(self, request_id: str) -> bool:
         """Remove a request. Return whether that changes the replica's row."""
@@ -140,7 +159,7 @@ class ReplicaTable:
     now: float = 0.0  # time of the last choice
     _all_heard_since: float = inf  # a time since which every replica has been heard
     _group_of: dict[str, int] = field(default_factory=dict)  # by compatibility, of the replicas there are
-    _num_groups: int = 0  # that there ever were
+    _num_groups: int = 0  # groups that there ever were
     _by_role: dict[str, Slots] = field(default_factory=dict)
     _candidates: dict[tuple[bool, bool, bool], Candidates] = field(default_factory=dict)  # by what they depend on
     _dirty: set[int] = field(default_factory=set)  # slots whose rows must be made again before the next choice
@@ -200,7 +219,8 @@ class ReplicaTable:
         replica.report(live)
         (self.paused.add if live.is_paused else self.paused.discard)(replica.name)
         if live.weights.number > self.newest.number:
-            self.newest, self.outdated = live.weights, set(self.by_name)
+            self.newest = live.weights
+            self.outdated = set(self.by_name)
         (self.outdated.add if live.weights.number < self.newest.number else self.outdated.discard)(replica.name)
         if replica.role != role:
             self._forget_roles()
@@ -212,7 +232,7 @@ class ReplicaTable:
         waits = np.zeros(len(self.by_slot))
         for replica in self.by_name.values():
             if replica.live is not None and not replica.has_adapter(adapter):
-                waits[replica.slot] = replica.live.adapter_load_s
+                waits[replica.slot] = replica.live.adapters.load_s
         return waits
 
     def replica_in(self, slot: int) -> ReplicaState:
@@ -242,10 +262,11 @@ class ReplicaTable:
             replica = self.replica_in(slot)
             live = max((replica.live, busiest), key=_work)
             booked = [*replica.pending.values(), *replica.included.values()]
-            live = live and replace(live, cost=(), encoder_cost=())
+            live = live and replace(live, learnt=Learnt(gap_share=live.learnt.gap_share))
             replica.row = row(replica.profile, live, booked, self.classes)
             replica.row.write(self.loads, slot)
-        loads, age = self.loads, self.ages(now)
+        loads = self.loads
+        age = self.ages(now)
         if stale := [*self._stale]:
             loads.joins_until[stale] = loads.first_join[stale] = loads.second_join[stale] = 0.0
         loads.turn_left[:], loads.step_left[:] = loads.steps_left(age)
@@ -261,14 +282,17 @@ class ReplicaTable:
         if self._stale:
             return None
         [replica] = self.by_name.values()
-        found, age = self.row_of(replica), now - float(self.news_at[replica.slot])
+        found = self.row_of(replica)
+        age = now - float(self.news_at[replica.slot])
         found.grow_older(age)
         return found, age
 
     def row_of(self, replica: ReplicaState) -> Row:
         """Return the row of a replica, as the last choice saw it unless it has changed since."""
         if replica.row is None:
-            since, pending = float(self.news_at[replica.slot]), replica.pending.values()
+            since = float(self.news_at[replica.slot])
+            pending = replica.pending.values()
+            replica.num_unseen = 0
             replica.row = row(replica.profile, replica.live, pending, self.classes, since, replica.pace)
         return replica.row
 
@@ -306,13 +330,22 @@ class ReplicaTable:
 
     def _allocate(self, capacity: int) -> None:
         """Make arrays for `capacity` slots and the present classes. Every row must be made again."""
-        groups, hashes = np.zeros(capacity, dtype=np.int64), np.zeros(capacity, dtype=np.uint32)
-        heard_at, news_at, sends_until = np.full(capacity, inf), np.zeros(capacity), np.zeros(capacity)
+        groups = np.zeros(capacity, dtype=np.int64)
+        hashes = np.zeros(capacity, dtype=np.uint32)
+        heard_at = np.full(capacity, inf)
+        news_at = np.zeros(capacity)
+        sends_until = np.zeros(capacity)
         if had := len(self.by_slot):
-            groups[:had], hashes[:had] = self.groups, self.name_hashes
-            heard_at[:had], news_at[:had], sends_until[:had] = self.heard_at, self.news_at, self.sends_until
+            groups[:had] = self.groups
+            hashes[:had] = self.name_hashes
+            heard_at[:had] = self.heard_at
+            news_at[:had] = self.news_at
+            sends_until[:had] = self.sends_until
         self.by_slot += [None] * (capacity - had)
-        self.groups, self.name_hashes, self.heard_at, self.news_at = groups, hashes, heard_at, news_at
+        self.groups = groups
+        self.name_hashes = hashes
+        self.heard_at = heard_at
+        self.news_at = news_at
         self.sends_until = sends_until
         self.loads = blank(capacity, max(len(self.classes), 1))
         for replica in self.by_name.values():
@@ -357,13 +390,15 @@ class ReplicaTable:
         alone = np.concatenate([mixed, first]) if len(mixed) or len(first) else last
         if not len(alone):
             raise LookupError("no replica is left to choose from")
-        near, far = np.concatenate([prefills, mixed]), np.concatenate([decodes, mixed])
+        near = np.concatenate([prefills, mixed])
+        far = np.concatenate([decodes, mixed])
         if not may_ship or not len(prefills) + len(decodes):
             near = far = near[:0]
         elif must_ship:
             paired = prefills[np.isin(self.groups[prefills], self.groups[far])]
             if len(paired):
-                alone, near = alone[:0], paired
+                alone = alone[:0]
+                near = paired
         return Candidates(alone, near, far, self.groups, self.name_hashes)
 
     def _forget_roles(self) -> None:
@@ -380,4 +415,6 @@ def _work(live: LiveProfile | None) -> float:
     """Return how busy a replica is, to compare replicas: seconds of prompts, plus one per stream."""
     if live is None:
         return -1.0
-    return sum(prompts.seconds for prompts in live.prompts) + sum(live.streams) + sum(live.arriving)
+    return (
+        sum(prompts.seconds for prompts in live.prefills.groups) + sum(live.streams.counts) + sum(live.streams.arriving)
+    )

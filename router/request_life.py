@@ -4,10 +4,13 @@ Sans-IO: answers of replicas, tokens, losses and the time go in; submissions, ab
 The dispatcher drives this with real replicas, the simulator with simulated ones.
 
 A request is tried in attempts, each with a number of its own. An attempt goes to one replica, or to two: a prefill
-replica computes the prompt and the first token, a decode replica receives the KV pages and makes the other tokens.
+replica computes the prompt and the first token, a decode replica receives the KV pages and makes the other tokens. The
+client gets the first token once the decode replica has pages for the request: a wait for pages counts as a wait for the
+first token, not as a gap between tokens.
 """
 
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from math import inf
 
 from msgspec import structs
@@ -28,12 +31,42 @@ from crossdock.router.actions import (
 from crossdock.router.fleet import Fleet
 from crossdock.router.legs import choose_replicas, query_of, submits_of
 from crossdock.router.placement import Placement, Query
-from crossdock.router.progress import Numbers, ProgressWatch
-from crossdock.workers.schedule.request import FinishReason, TokenDelta
-from crossdock.workers.schedule.submission import Overloaded, Submission
+from crossdock.workers.schedule.request.failures import failure_of
+from crossdock.workers.schedule.request.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.request.submission import Overloaded, Submission
 
 MOST_PLACEMENTS = 4  # of one request, refusals and returns apart; the last two on one replica alone, whatever the pools
 MOST_DEATHS = 2  # of replicas that had the request and had made no token of the attempt
+
+
+Numbers = Sequence[int | str]
+"""How far a replica is with a request: numbers of any kind, of which one differs whenever the request has moved."""
+
+
+@dataclass(slots=True)
+class ProgressWatch:
+    """The answers of the replicas of one attempt."""
+
+    asked: list[str] = field(default_factory=list)  # replicas whose answer is awaited
+    unchanged_since: float = inf  # seconds; infinity before the first answer
+    _numbers: dict[str, Numbers | None] = field(default_factory=dict)  # by replica: the last answer
+
+    def take_asked(self) -> list[str]:
+        """Return the replicas that have not answered, and await none of them any more."""
+        asked = self.asked
+        self.asked = []
+        return asked
+
+    def answered(self, replica: str, numbers: Numbers | None, now: float) -> bool:
+        """Take in an answer; None: the replica does not have the request. Return whether None came twice in a row."""
+        self.asked.remove(replica)
+        is_first = replica not in self._numbers
+        if not is_first and self._numbers[replica] == numbers:
+            return numbers is None
+        self._numbers[replica] = numbers
+        if not is_first or self.unchanged_since == inf:
+            self.unchanged_since = now
+        return False
 
 
 class RequestLife:
@@ -58,17 +91,20 @@ class RequestLife:
         self.query: Query | None = None  # of the last attempt; None: what is left of the request has changed since
         self.is_accepted = False  # once: from then on no replica may refuse it
         self.is_over = False
-        self._fleet, self._timeouts, self._most_placements = fleet, timeouts, most_placements
+        self._fleet = fleet
+        self._timeouts = timeouts
+        self._most_placements = most_placements
         self._began = now
         self._num_losses = 0
-        self._num_breaks = 0  # those losses that were broken connections
+        self._num_breaks = 0  # losses that were broken connections
         self._num_deaths = 0  # broken connections since the last token: they count against the request
         self._lost: set[str] = set()  # replicas that the request was lost at: they are chosen last
         self._refusals: dict[str, Exception] = {}  # by replica, since the last loss
         self._working: list[str] = []  # replicas of this attempt that are not detached, the decode replica first
-        self._unanswered: list[str] = []  # those of them that have neither taken nor refused their leg
+        self._unanswered: list[str] = []  # replicas of this attempt that have neither taken nor refused their leg
         self._prefill: str | None = None  # the prefill replica of this attempt, until it has shipped or is lost
-        self._early: list[tuple[str, TokenDelta]] = []  # by sender; each came before a token that goes before it
+        self._early: list[tuple[str, TokenDelta]] = []  # by sender; each came before what must go before it
+        self._is_granted = True  # else the decode replica of a pair has no pages yet: no token of the other is shown
         self._shipped_s = 0.0  # seconds that prefill replicas charged
         self._has_token = False  # in this attempt, from either replica
         self._is_computed = False  # the prompt, in this attempt
@@ -93,10 +129,14 @@ class RequestLife:
         if self.is_over:
             return []
         if (newest := self._fleet.table.newest.id) != self.submission.weights:
-            self.submission, self.query, self._refusals = replace(self.submission, weights=newest), None, {}
+            self.submission = replace(self.submission, weights=newest)
+            self.query = None
+            self._refusals = {}
         if self.query is None:
             self.query = query_of(
-                *(self.submission, self.output, self._fleet.page_size),
+                self.submission,
+                self.output,
+                self._fleet.page_size,
                 may_ship=self._num_losses < self._most_placements - 2,
                 may_refuse=self.submission.is_promised and not self.is_accepted,
                 weights=self.weights,
@@ -107,8 +147,10 @@ class RequestLife:
         except (Overloaded, ReplicaLost) as error:
             return self._fail(error)
         self._fleet.book(self.query, placement)
-        self.placement, self.attempt = placement, self.attempt + 1
+        self.placement = placement
+        self.attempt = self.attempt + 1
         self._has_token, self._is_computed, self._watch = False, False, ProgressWatch()
+        self._is_granted = placement.prefill is None
         self._patience = max(self._timeouts.patience_s, 2 * placement.predicted_ttft)
         self.deadline = now + self._timeouts.silence_s
         submission = self.submission
@@ -193,13 +235,17 @@ class RequestLife:
         return True
 
     def tokens(self, replica: str, delta: TokenDelta, now: float) -> list[Action]:
-        """A replica has sent tokens, or the end of its leg. Returns those that the client does not have, in order."""
+        """A replica has sent tokens, the end of its leg, or an empty delta: a decode replica has pages for the request.
+
+        Returns the tokens that the client does not have and may have, in order.
+        """
         if self.takes(replica, delta, now):
             return [delta]
         if delta.epoch != self.attempt or replica not in self._working:
             return []
         if delta.token_ids:
-            self._has_token, self._num_deaths = True, 0
+            self._has_token = True
+            self._num_deaths = 0
         if self._unanswered:
             self._early.append((replica, delta))
             return []
@@ -209,14 +255,21 @@ class RequestLife:
         if delta.finish_reason is FinishReason.RETURNED:
             self._refusals.clear()
             return self._place_again(None, now, replica)
+        self._watch.asked.clear()
+        self.deadline = now + self._patience
+        if replica != self._prefill and not self._is_granted:
+            self._is_granted = True
+            if delta.token_ids:  # it has computed the prompt itself
+                self._early.clear()
+        if not delta.token_ids and delta.finish_reason is None:
+            return self._check_gap(now)
         if not self._is_computed:
             assert self.placement is not None
             self._is_computed = True
             self._patience = max(self._timeouts.patience_s, 20 * self.placement.predicted_gap)
             self._fleet.first_token(self.submission.id)
-        self._watch.asked.clear()
         self.deadline = now + self._patience
-        if delta.first > len(self.output):
+        if delta.first > len(self.output) or (delta.finish_reason is None and not self._is_granted):
             self._early.append((replica, delta))
             return self._check_gap(now)
         return [*self._emit(replica, delta, now), *self._check_gap(now)]
@@ -276,7 +329,8 @@ class RequestLife:
         self.is_accepted = True
         self.deadline = now + self._patience
         actions: list[Action] = [Accepted()]
-        waiting, self._early = self._early, []
+        waiting = self._early
+        self._early = []
         for sender, delta in waiting:
             actions += self.tokens(sender, delta, now)
         return actions
@@ -288,7 +342,7 @@ class RequestLife:
         follow from a token that the client never got.
         """
         if delta.finish_reason is FinishReason.ERROR:
-            return self._fail(RuntimeError(delta.error), replica)
+            return self._fail(failure_of(delta), replica)
         num_seen = min(len(self.output) - delta.first, len(delta.token_ids))
         if delta.token_ids[:num_seen] != self.output[delta.first : delta.first + num_seen]:
             if replica == self._prefill:
@@ -300,10 +354,10 @@ class RequestLife:
         return [fresh] if fresh.finish_reason is None else [*self._end(replica), fresh]
 
     def _check_gap(self, now: float) -> list[Action]:
-        """Give the client the early tokens that are next. Where the token before them went with the prefill replica,
-        the attempt is lost too."""
+        """Give the client the early tokens that are next, once there are pages for more. Where the token before them
+        went with the prefill replica, the attempt is lost too."""
         actions: list[Action] = []
-        if self._unanswered:
+        if self._unanswered or not self._is_granted:
             return actions
         while self._early and self._early[0][1].first <= len(self.output):
             actions += self._emit(*self._early.pop(0), now)
@@ -314,7 +368,8 @@ class RequestLife:
 
     def _end_prefill(self, is_running: bool, now: float) -> list[Action]:
         assert self._prefill is not None
-        prefill, self._prefill = self._prefill, None
+        prefill = self._prefill
+        self._prefill = None
         return [self._detach(prefill, is_running), *self._check_gap(now)]
 
     def _detach(self, replica: str, is_running: bool) -> Detach:
@@ -345,7 +400,8 @@ class RequestLife:
         return [*self._end(ended), Fail(error)]
 
     def _end(self, ended: str | None) -> list[Action]:
-        self.is_over, self.deadline = True, inf
+        self.is_over = True
+        self.deadline = inf
         return self._give_up(ended)
 
     def _give_up(self, ended: str | None = None) -> list[Action]:
@@ -354,7 +410,10 @@ class RequestLife:
             return []
         self._fleet.settle(self.submission.id)
         detached: list[Action] = [Detach(replica, self.attempt, replica != ended) for replica in self._working]
-        self._working, self._unanswered, self._early, self._prefill = [], [], [], None
+        self._working = []
+        self._unanswered = []
+        self._early = []
+        self._prefill = None
         self._watch.asked.clear()
         return detached
 

@@ -3,19 +3,20 @@
 from collections.abc import Collection
 from heapq import heapify, heappop, heappush
 
-from crossdock.router.work import Booking
-from crossdock.workers.report.advertise import MOST_ENDS, LiveProfile
-from crossdock.workers.schedule.pacing.chunking import LEAST_SHARE
+from crossdock.router.work import InFlightLoad
+from crossdock.workers.report.live_profile import MOST_ENDS, LiveProfile
+from crossdock.workers.schedule.policies.chunking import LEAST_SHARE
 
 _LEAST_GAP_S = 1e-9  # a cost may have no base, and an idle replica no stream
 
 
 def free_later(
-    live: LiveProfile, booked: Collection[Booking], free: float, gap: float, share: float
+    live: LiveProfile, booked: Collection[InFlightLoad], free: float, gap: float, share: float
 ) -> list[tuple[float, float]]:
     """Return, for the ends of requests, the seconds from the last report until then, and the free pages at that time.
 
     A request that waits for pages starts at the first end after which its pages are free; one that needs fewer passes.
+    No request passes one whose prompt another replica computes, which takes no seconds here.
     Beside the chunks of prompts that have started, which get `share` of the time, a token takes longer than `gap`.
 
     Args:
@@ -23,26 +24,32 @@ def free_later(
         free: pages at the time of the report.
         gap: seconds of a token, with no prompt beside.
     """
-    waiting = [*live.lacking, *((each.pages, each.seconds, each.output) for each in booked if not each.has_first)]
+    waiting = [*live.room.lacking, *((each.pages, each.seconds, each.output) for each in booked if not each.has_first)]
+    waiting.sort(key=lambda each: each[1] > 0)  # prompts that other replicas compute come first
     streams = [(each.output, each.pages) for each in booked if each.has_first and each.decodes]
-    ends: list[tuple[float, int]] = [*live.ends, *streams]
+    ends: list[tuple[float, int]] = [*live.room.ends, *streams]
     heapify(ends)
     free -= sum([pages for _, pages in streams])
     gap = max(gap, _LEAST_GAP_S)
     more = max(share, LEAST_SHARE) / max(1 - share, LEAST_SHARE)  # seconds of prompts beside one of tokens
-    started = live.in_flight_seconds + live.started_seconds
-    for pages, own, output in live.starting:
+    started = live.prefills.in_flight_seconds + live.prefills.started_seconds
+    for pages, own, output in live.room.starting:
         started += own
         heappush(ends, (started / (gap * more) + output, pages))
-    found, seconds, tokens = list[tuple[float, float]](), 0.0, 0.0
+    found = list[tuple[float, float]]()
+    seconds = 0.0
+    tokens = 0.0
     while True:
         still = list[tuple[int, float, int]]()
+        is_kept_back = False
         for pages, own, output in waiting:
-            if pages <= free:
-                free, started = free - pages, started + own
+            if pages <= free and not is_kept_back:
+                free = free - pages
+                started = started + own
                 heappush(ends, (tokens + started / (gap * more) + output, pages))
             else:
                 still.append((pages, own, output))
+                is_kept_back |= not own
         waiting = still
         if tokens:
             found.append((seconds, free))
@@ -50,5 +57,7 @@ def free_later(
             return found
         until, pages = heappop(ends)
         beside = min(started, gap * (until - tokens) * more)
-        seconds, tokens = seconds + gap * (until - tokens) + beside, until
-        free, started = free + pages, started - beside
+        seconds = seconds + gap * (until - tokens) + beside
+        tokens = until
+        free = free + pages
+        started = started - beside

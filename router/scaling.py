@@ -1,7 +1,7 @@
 """How many replicas each pool should have, and which role each replica should be assigned, from live profiles.
 
 Demand is counted in replicas. A replica's demand is the share of time that its work takes. The share to compute the
-backlog of prompts within their times to first token is added. Where the share of pages or places in use is more,
+backlog of prompts within their times to first token is added. Where the share of pages or slots in use is more,
 demand is that share. One rule serves pools of every role, and the ratio between prefill and decode follows from it.
 """
 
@@ -12,7 +12,7 @@ from math import ceil, inf
 from pydantic import BaseModel, ConfigDict, Field
 
 from crossdock.router.division import Claim, divide
-from crossdock.workers.report.advertise import LiveProfile
+from crossdock.workers.report.live_profile import LiveProfile
 from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.schedule.cost.cost import StepCost
 
@@ -52,7 +52,7 @@ class Bounds:
     role: Role
     least: int
     most: int
-    model: str = ""  # that its replicas serve
+    model: str = ""  # the model that its replicas serve
     each: Mapping[str, float] = field(default_factory=dict)  # devices of a replica, by Ray's name
 
 
@@ -60,7 +60,7 @@ class Bounds:
 class RoleLoad:
     """The work of all replicas of one role, which decides how many of them there should be."""
 
-    replicas: int = 0  # that have the role
+    replicas: int = 0  # replicas with the role
     demand: float = 0.0  # replicas that the work needs, all of their time
     prompt_share: float = 0.0  # seconds of prompts computed per second
     waiting_s: float = 0.0  # predicted seconds of the prompts that wait
@@ -87,7 +87,7 @@ class Flip:
     role: Role
     reason: str
     role_before: Role
-    streams: int  # that the replica has, which stay
+    streams: int  # streams of the replica, which stay
     load: RoleLoad  # of the role that it is assigned
     spare_load: RoleLoad  # of the role that it had
 
@@ -95,20 +95,20 @@ class Flip:
 def demand(profile: SchedulingProfile, live: LiveProfile, done_per_s: float) -> float:
     """Return how many replicas like this one the work needs. `done_per_s`: seconds of prompts computed per second."""
     classes = profile.slo_classes
-    waiting = sum(prompts.seconds / classes[prompts.priority].ttft_s for prompts in live.prompts)
+    waiting = sum(prompts.seconds / classes[prompts.priority].ttft_s for prompts in live.prefills.groups)
     time = done_per_s + waiting
-    if tightest := [slo.tpot_s for slo, streams in zip(classes, live.streams, strict=False) if streams]:
+    if tightest := [slo.tpot_s for slo, streams in zip(classes, live.streams.counts, strict=False) if streams]:
         time += step_seconds(profile, live) / tightest[0]
-    pages = 1 - live.free_pages[-1] / profile.num_pages if live.free_pages else 0.0
-    places = sum(live.streams) / profile.max_num_seqs
-    return max(time, pages, places)
+    pages = 1 - live.room.free_pages[-1] / profile.num_pages if live.room.free_pages else 0.0
+    slots = sum(live.streams.counts) / profile.max_num_seqs
+    return max(time, pages, slots)
 
 
 def step_seconds(profile: SchedulingProfile, live: LiveProfile) -> float:
     """Return the predicted seconds of a step that computes one token of each stream; 0 without streams."""
-    cost = StepCost.of(live.cost) if live.cost else profile.cost
-    streams = sum(live.streams)
-    return cost.decode_step_seconds(streams, live.context_tokens, *live.adapter_use.now) if streams else 0.0
+    cost = StepCost.of(live.learnt.cost) if live.learnt.cost else profile.cost
+    streams = sum(live.streams.counts)
+    return cost.decode_step_seconds(streams, live.streams.context_tokens, *live.adapters.use.now) if streams else 0.0
 
 
 @dataclass(slots=True)
@@ -132,7 +132,7 @@ class _Member:
 
     @property
     def streams(self) -> int:
-        return sum(self.last[1].streams) if self.last is not None else 0
+        return sum(self.last[1].streams.counts) if self.last is not None else 0
 
     @property
     def demand(self) -> float:
@@ -143,7 +143,9 @@ class _Member:
         """Seconds of prompts computed per second since the last decision."""
         if self.first is None or self.last is None or self.last[0] <= self.first[0]:
             return 0.0
-        return (self.last[1].done_seconds - self.first[1].done_seconds) / (self.last[0] - self.first[0])
+        (began, first) = self.first
+        (ended, last) = self.last
+        return (last.prefills.done_seconds - first.prefills.done_seconds) / (ended - began)
 
     def add_to(self, load: RoleLoad) -> RoleLoad:
         """Return the load with this replica's work."""
@@ -154,7 +156,7 @@ class _Member:
             load.replicas + 1,
             load.demand + self.demand,
             load.prompt_share + self.done_per_s,
-            load.waiting_s + sum(prompts.seconds for prompts in live.prompts),
+            load.waiting_s + sum(prompts.seconds for prompts in live.prefills.groups),
             max(load.step_s, step_seconds(self.profile, live)),
             load.streams + self.streams,
         )
@@ -279,7 +281,8 @@ class Scaling:
 
     def _resized(self, needs: Mapping[tuple[str, Role], _Need], now: float) -> Iterable[Resize]:
         """Yield the new sizes: those that make room come before those that take it."""
-        claims, reasons = dict[str, Claim](), dict[str, str]()
+        claims = dict[str, Claim]()
+        reasons = dict[str, str]()
         for pool, bounds in self.pools.items():
             need = needs.get((bounds.model, bounds.role), _NO_NEED)
             claims[pool], reasons[pool] = self._claim(pool, bounds, need, now)
@@ -309,8 +312,10 @@ class Scaling:
 
     def _claim(self, pool: str, bounds: Bounds, need: _Need, now: float) -> tuple[Claim, str]:
         """Return the replicas that a pool claims, and why."""
-        target, away = self._target(pool, bounds), self._away(pool, need)
-        sleeps, model = self._may_sleep(bounds.model), bounds.model
+        target = self._target(pool, bounds)
+        away = self._away(pool, need)
+        sleeps = self._may_sleep(bounds.model)
+        model = bounds.model
         if bounds.least == bounds.most:
             return Claim(target, target, target, need.load.demand, bounds.each), ""
         if sleeps and target == 0:
@@ -327,7 +332,8 @@ class Scaling:
 
     def _shrunk(self, pool: str, claim: Claim, needs: Mapping[tuple[str, Role], _Need], now: float) -> tuple[int, str]:
         """Return the size of a pool that no other pool needs, and why it is smaller than before."""
-        bounds, target = self.pools[pool], claim.size
+        bounds = self.pools[pool]
+        target = claim.size
         if bounds.least == bounds.most or target == 0:
             return target, ""
         sleeps = self._may_sleep(bounds.model)
@@ -364,7 +370,8 @@ class Scaling:
         """Assign one replica of role `spare` the role `short`, if the model's pools of `short` cannot grow."""
         members = [(name, each) for name, each in self._members.items() if self._model_of(each) == model]
         spares = [name for name, member in members if member.role == spare]
-        need, other = needs.get((model, short), _NO_NEED), needs.get((model, spare), _NO_NEED)
+        need = needs.get((model, short), _NO_NEED)
+        other = needs.get((model, spare), _NO_NEED)
         have = need.load.replicas
         may_grow = any(
             (bounds.model, bounds.role) == (model, short) and self.targets.get(pool, bounds.least) < bounds.most

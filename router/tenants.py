@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from crossdock.router.replica_table import ReplicaState
-from crossdock.workers.report.advertise import TenantWork
+from crossdock.workers.report.live_profile import TenantWork
 from crossdock.workers.schedule.cost.formula import Floats
+from crossdock.workers.schedule.first_token import rivals_seconds
 
 
 def fair_ahead(
-    replicas: Sequence[ReplicaState | None], priority: int, payer: str, weight: float, own: Floats, done: Floats
+    replicas: Sequence[ReplicaState | None], priority: int, tenant: str, weight: float, own: Floats, done: Floats
 ) -> Floats:
     """Return the most seconds of prompts of its class that go before a prompt of `own` seconds at every replica.
 
@@ -22,21 +23,21 @@ def fair_ahead(
     ahead = np.full(len(own), np.nan)
     for slot, replica in enumerate(replicas):
         works = _works(replica, priority) if replica is not None else {}
-        if works.keys() - {payer}:
-            mine = works.pop(payer, TenantWork(payer, priority, weight, 0.0, 0.0))
+        if works.keys() - {tenant}:
+            mine = works.pop(tenant, TenantWork(tenant, priority, weight, 0.0, 0.0))
             before = max(mine.seconds - done[slot], 0.0)
             turns = (before + own[slot]) / weight + mine.lead_s
-            rivals = (min(each.seconds, each.weight * max(turns - each.lead_s, 0.0)) for each in works.values())
-            ahead[slot] = before + sum(rivals)
+            rivals = [(each.seconds, each.weight, each.lead_s) for each in works.values()]
+            ahead[slot] = before + rivals_seconds(turns, rivals)
     return ahead
 
 
 def _works(replica: ReplicaState, priority: int) -> dict[str, TenantWork]:
     """Return the waiting work of each tenant of a class, by name: as reported, and booked since."""
-    reported = replica.live.tenants if replica.live is not None else ()
-    works = {work.payer: work for work in reported if work.priority == priority}
-    for booking in replica.pending.values():
-        if booking.payer and booking.priority == priority and booking.seconds and not booking.has_first:
-            work = works.get(booking.payer, TenantWork(booking.payer, priority, booking.weight, 0.0, 0.0))
-            works[booking.payer] = work._replace(seconds=work.seconds + booking.seconds)
+    reported = replica.live.prefills.tenants if replica.live is not None else ()
+    works = {work.tenant: work for work in reported if work.priority == priority}
+    for in_flight in replica.pending.values():
+        if in_flight.tenant and in_flight.priority == priority and in_flight.seconds and not in_flight.has_first:
+            work = works.get(in_flight.tenant, TenantWork(in_flight.tenant, priority, in_flight.weight, 0.0, 0.0))
+            works[in_flight.tenant] = work._replace(seconds=work.seconds + in_flight.seconds)
     return works

@@ -14,7 +14,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
-from tests import file_seconds, less_work, limits
+from tests import file_seconds, less_work, limits, soak
 from tests.own_folders import make_own_folders, share_kernels, written_home
 
 settings.register_profile("crossdock", deadline=None)  # a loaded machine is slow: seconds are for benchmarks
@@ -30,7 +30,7 @@ def anyio_backend() -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for plugin in (limits, file_seconds, less_work):
+    for plugin in (limits, file_seconds, less_work, soak):
         config.pluginmanager.register(plugin)
 
 

@@ -1,4 +1,4 @@
-"""Processes for tests, forked from one that has imported what they import: ranks of gangs, and Ray's workers.
+"""Processes for tests, forked from one that has imported what they import: ranks of worker groups, and Ray's workers.
 
 Ray's workers are forked as replicas of `crossdock serve` are, see cluster/serve/own_ray/forked_replicas.py; but here
 all workers are. Nor is anything measured as a replica starts: see tests/known_seconds.py.
@@ -33,7 +33,7 @@ IMPORTED = (
     "uvicorn",
 )
 PROCESSES = multiprocessing.get_context("forkserver")
-PROCESSES.set_forkserver_preload(  # a rank then takes 0.2 s of a core to join its first gang, and 0.7 s without
+PROCESSES.set_forkserver_preload(  # a rank then takes 0.2 s of a core to join its first worker group, and 0.7 s without
     [
         "pytest",
         "crossdock.workers.replica.serving.follower",

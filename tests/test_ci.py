@@ -15,8 +15,10 @@ def program(path: Path, text: str) -> None:
     path.chmod(0o755)
 
 
-@pytest.mark.parametrize("can_install", [True, False])
-def test_tests_run_whether_or_not_packages_can_be_installed(tmp_path: Path, can_install: bool) -> None:
+@pytest.mark.parametrize(("can_install", "code"), [(True, 0), (True, 3), (False, 3)])
+def test_tests_run_whether_or_not_packages_can_be_installed_and_then_a_tenth_of_the_soak(
+    tmp_path: Path, can_install: bool, code: int
+) -> None:
     for name in ("bash", "dirname", "env", "mktemp", "rm", "sh", "tail", "timeout"):
         found = shutil.which(name)
         assert found is not None
@@ -25,7 +27,7 @@ def test_tests_run_whether_or_not_packages_can_be_installed(tmp_path: Path, can_
         tmp_path / "apt-get",
         f'echo "$@" >> {tmp_path}/asked; {"exit 0" if can_install else "echo no network; exit 100"}',
     )
-    program(tmp_path / "make", 'echo "made $1"; exit 3')
+    program(tmp_path / "make", f'echo "made $1"; [ $1 = test ] && exit {code}; exit 4')
     ended = subprocess.run(
         ["bash", SCRIPT],
         env={**os.environ, "PATH": str(tmp_path)},
@@ -34,8 +36,8 @@ def test_tests_run_whether_or_not_packages_can_be_installed(tmp_path: Path, can_
         timeout=60,
         check=False,
     )
-    assert ended.returncode == 3, "the exit code of make"
-    assert ended.stdout.endswith("made test\n")
+    assert ended.returncode == (code or 4), "the exit code of make"
+    assert ended.stdout.endswith("made test\n" if code else "made test\nmade soak-tenth\n")
     assert ("no network" in ended.stdout) is not can_install
     asked = (tmp_path / "asked").read_text()
     assert "update" in asked

@@ -16,7 +16,10 @@ def check() -> Any:
     [
         ("def f(model):\n    model.graphs = 'none'", [(2, "model", "graphs")]),
         ("def f(model):\n    model.layers, model.windows = [], []", [(2, "model", "layers"), (2, "model", "windows")]),
-        ("def f(engine):\n    engine.model.encoder.most_rows += 1", [(2, "engine.model.encoder", "most_rows")]),
+        (
+            "def f(engine):\n    engine.model.encoder.most_embedding_tokens += 1",
+            [(2, "engine.model.encoder", "most_embedding_tokens")],
+        ),
         ("def f(self):\n    self.tokens = 3", []),
         ("def f():\n    made = Request()\n    made.tokens = 3", []),
         ("class Turn:\n    is_over: bool = False\ndef f(turn):\n    turn.is_over = True", []),

@@ -1,10 +1,12 @@
-"""The commands and links in README.md, docs/ and benchmarks/RESULTS.md: flags parse, targets, scripts, tests, files
+"""The commands and links in README.md, docs/ and the records of benchmarks: flags parse, targets, scripts, tests, files
 and headings exist.
 
 `benchmarks/documented_commands.py` runs them.
 """
 
 import ast
+import contextlib
+import io
 import re
 import shlex
 from collections.abc import Iterator
@@ -13,14 +15,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from typer.main import get_command
 
 from crossdock.cluster import cli
 
 ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "benchmarks" / "RESULTS.md"]
+GUIDE = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [*GUIDE, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"))]
+PAGES += [ROOT / "benchmarks" / "RESULTS.md", *sorted((ROOT / "benchmarks" / "records").glob("*.md"))]
 FENCE = re.compile(r"^```sh\n(.*?)^```", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"(?<!`)`(crossdock [^`]+)`(?!`)")
+MAKE = re.compile(r"(?<!`)`(make [a-z][^`…]*)`(?!`)")
 SCRIPT = re.compile(r"(?<!`)`((?:\w+=\w+ )?python benchmarks/[^`…]+)`(?!`)")
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
@@ -78,12 +84,14 @@ def problems(command: list[str]) -> Iterator[str]:
 
 
 def _crossdock_problems(args: list[str]) -> Iterator[str]:
+    said = io.StringIO()
     try:
         command, rest, context = resolve(args)
-        command.make_context(command.name, rest, parent=context)  # parses, and runs nothing
-    except Exception as error:  # a usage error of click, or its Exit after --help
+        with contextlib.redirect_stderr(said):
+            command.make_context(command.name, rest, parent=context)  # parses, and runs nothing
+    except Exception as error:  # a usage error of click, or its Exit after --help or after all mistakes of a line
         if getattr(error, "exit_code", 1) != 0:
-            yield getattr(error, "message", None) or repr(error)
+            yield getattr(error, "message", None) or said.getvalue() or repr(error)
 
 
 def resolve(args: list[str]) -> tuple[Any, list[str], Any]:
@@ -102,12 +110,16 @@ def _flags(words: list[str]) -> list[str]:
 
 @cache
 def script_flags(path: str) -> set[str]:
-    """Return the flags that a script of benchmarks/ declares, itself or through servers.py.
+    """Return the flags that a script of benchmarks/ declares, itself or through servers.py and tables.py.
 
     Read from the source, since importing the scripts takes seconds of importing torch each.
     """
     source = (ROOT / path).read_text()
-    shared = (ROOT / "benchmarks" / "servers.py").read_text() if "add_server_options" in source else ""
+    shared = "".join(
+        (ROOT / "benchmarks" / f"{module}.py").read_text()
+        for module, adds in (("servers", "add_server_options"), ("tables", "add_output_options"))
+        if adds in source or "add_server_options" in source
+    )
     return {"--help"} | {
         argument.value
         for node in [*ast.walk(ast.parse(source)), *ast.walk(ast.parse(shared))]
@@ -135,7 +147,7 @@ def page_problems(page: Path) -> Iterator[str]:
             yield from (f"{' '.join(command)}: {problem}" for problem in problems(command))
     for code in INLINE.findall(text):
         yield from (f"{code}: {problem}" for problem in _inline_problems(code))
-    for code in SCRIPT.findall(text):
+    for code in [*SCRIPT.findall(text), *MAKE.findall(text)]:
         yield from (f"{code}: {problem}" for command in commands(code) for problem in problems(command))
     for link, anchor in LINK.findall(FENCE.sub("", text)):
         target = page.parent / link if link else page
@@ -166,7 +178,11 @@ def _inline_problems(code: str) -> Iterator[str]:
     yield from (f"no {flag}" for flag in _flags(rest) if flag not in known)
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def page_name(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_commands_of_a_page_are_valid(page: Path) -> None:
     assert list(page_problems(page)) == []
 
@@ -193,6 +209,14 @@ def test_planted_script_within_a_line_is_reported(tmp_path: Path) -> None:
     assert "has no --absent" in problem
 
 
+@pytest.mark.parametrize("workflow", sorted((ROOT / ".github" / "workflows").iterdir()), ids=page_name)
+def test_steps_of_the_public_checks_run_what_exists(workflow: Path) -> None:
+    jobs = yaml.safe_load(workflow.read_text())["jobs"]
+    lines = [step["run"] for job in jobs.values() for step in job["steps"] if "run" in step]
+    assert lines
+    assert [problem for line in lines for command in commands(line) for problem in problems(command)] == []
+
+
 def test_front_page_has_commands() -> None:
     found = {command[0] for block in FENCE.findall((ROOT / "README.md").read_text()) for command in commands(block)}
     assert found >= {"make", "crossdock"}
@@ -202,9 +226,9 @@ def test_front_page_has_commands() -> None:
     ("line", "complaint"),
     [
         ("crossdock srve", "No such command"),
-        ("crossdock serve --max-modell-len 5", "No such option"),
+        ("crossdock serve --max-modell-len 5", "no such option; did you mean --max-model-len"),
         ("X=1 crossdock bench http://h --num-requests many  # comment", "valid int"),
-        ("crossdock config > c.yaml && crossdock serve --nope", "No such option"),
+        ("crossdock config > c.yaml && crossdock serve --nope", "--nope: no such option"),
         ("make everything", "no target everything"),
         ("python benchmarks/adaptive.py --durations 5", "has no --durations"),
         ("python benchmarks/absent.py", "there is no benchmarks/absent.py"),

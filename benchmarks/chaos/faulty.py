@@ -27,7 +27,7 @@ from crossdock.kvtransfer.transport import PeerLost, Received, TransportEvent
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.serving.replica import Replica
 from crossdock.workers.replica.transfer import replica_dock
-from crossdock.workers.schedule.submission import Overloaded, Submission
+from crossdock.workers.schedule.request.submission import Overloaded, Submission
 
 VARIABLE = "CROSSDOCK_CHAOS"
 _DELAYS_S = (0.02, 0.3, 1.0, 6.0)  # the last one is longer than the deadline of transfers
@@ -143,6 +143,6 @@ class FaultyReplica(Replica):
 def build(args: ClusterConfig) -> serve.Application:
     """Return the application, with faulty replicas where the environment asks for faults."""
     if not Disturbance.from_environment().is_any:
-        return app.build(args)
+        return app.application(args)
     with patch.object(app, "REPLICA", FaultyReplica):
-        return app.build(args)
+        return app.application(args)

@@ -26,7 +26,7 @@ from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import load
 from crossdock.cluster.watch.scrape import Scrape
 from crossdock.workers.model.weights.checkpoint import default_model_dir
-from crossdock.workers.schedule.submission import Adapter
+from crossdock.workers.schedule.request.submission import Adapter
 
 APP = "crossdock"
 INGRESSES = 2

@@ -20,6 +20,7 @@ streams, and what is left at the end; exits with 1 if anything is wrong.
 | nodes | a node of replicas lost; Ray's GCS killed and restarted |
 | changes | rolling upgrades, drained replicas, flipped roles |
 | upgrades | rolling upgrades alone, one after the other |
+| batches | two batches at a time of the same requests beside the streams, some of them cancelled |
 | adapters | adapters unloaded and loaded again; requests name six of them and the base model, replicas hold two |
 | tiers | files of pages that are changed, cut or removed; host memory and files below pools that are small |
 
@@ -48,7 +49,7 @@ from typing import Any
 import yaml
 
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT
-from crossdock.workers.schedule.slo import DEFAULT_CLASSES
+from crossdock.workers.schedule.request.slo import DEFAULT_CLASSES
 
 os.environ.update(
     ENVIRONMENT,
@@ -60,13 +61,15 @@ os.environ.update(
 )
 sys.path += [str(folder) for folder in Path(__file__).resolve().parents[1:3]]  # for tables, and tests
 
+import batches
 import faulty
+import streams
 from faults import FAULTS, Chaos, rows
 from fleet import NodeFleet, make_adapters, tiny_model
 from streams import Clients, Habits, make_cases
 from tables import markdown
 
-_OTHERS = ("clients", "messages", "answers", "hostile")  # not begun by the loop below
+_OTHERS = ("clients", "messages", "answers", "hostile", "batches")  # not begun by the loop below
 _CLIENT_FAULTS = ("left by the client", "complete, read slowly", "429 before the first token", "hostile, answered")
 
 
@@ -80,7 +83,11 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--requests", choices=("completions", "agents", "conversations", "pictures", "mixed"), default="completions"
     )
+    parser.add_argument("--cases", type=int, default=400, help="completions with known answers")
     parser.add_argument("--every", type=float, default=4.0, help="seconds between two faults of processes, on average")
+    parser.add_argument(
+        "--hung", type=float, default=streams.HUNG_S, help="seconds without a byte after which a stream counts as hung"
+    )
     parser.add_argument("--clients", type=int, default=24, help="streams at a time")
     parser.add_argument("--prefill", type=int, default=2, help="prefill replicas")
     parser.add_argument("--decode", type=int, default=3, help="decode replicas")
@@ -93,8 +100,9 @@ def parse() -> argparse.Namespace:
     given.faults = [] if given.faults == "none" else given.faults.split(",")
     if unknown := set(given.faults) - {*FAULTS, *_OTHERS}:
         parser.error(f"--faults: {', '.join(sorted(unknown))}: there are {', '.join([*FAULTS, *_OTHERS])}")
-    if "adapters" in given.faults and (given.emulated or given.requests not in ("completions", "agents")):
-        parser.error("--faults adapters: with --requests completions or agents, and without --emulated")
+    for kind in ("adapters", "batches"):
+        if kind in given.faults and (given.emulated or given.requests not in ("completions", "agents")):
+            parser.error(f"--faults {kind}: with --requests completions or agents, and without --emulated")
     if given.emulated and (given.requests not in ("completions", "agents") or "tiers" in given.faults):
         parser.error("--emulated: with --requests completions or agents, and without tiers")
     return given
@@ -118,6 +126,8 @@ def settings(given: argparse.Namespace, folder: Path) -> dict[str, Any]:
     if "adapters" in given.faults:
         chosen |= {"engine.enable_lora": True, "engine.max_loras": 2, "http.lora_folder": f"{folder / 'adapters'}"}
         chosen["model.lora_modules"] = {path.name: f"{path}" for path in (folder / "adapters").iterdir()}
+    if "batches" in given.faults:
+        chosen["http.batch_folder"] = f"{folder / 'batches'}"
     if "tiers" in given.faults:  # pools are small, so that pages are evicted
         tiers = {"host_memory": "1MiB", "files": f"{folder / 'pages'},8MiB", "memory": "3MiB"}
         chosen |= {f"engine.kv_cache_{name}": value for name, value in tiers.items()}
@@ -160,6 +170,7 @@ def main() -> None:
 def run(given: argparse.Namespace, folder: Path) -> bool:
     """Return whether anything went wrong."""
     began, rng = time.monotonic(), random.Random(given.seed)
+    streams.HUNG_S = given.hung
     counted = folder / "counts"
     counted.mkdir()
     does_messages, does_answers = "messages" in given.faults, "answers" in given.faults
@@ -185,19 +196,23 @@ def run(given: argparse.Namespace, folder: Path) -> bool:
         habits = Habits(*odd, may_refuse, may_suspect, "adapters" in given.faults)
         clients = Clients(fleet.port, cases, habits, given.seed, given.streams)
         chaos = Chaos(fleet, clients, rng)
+        beside = batches.Batches(fleet.url, clients, given.seed)
         began = time.monotonic()
         clients.start(given.clients)
+        beside.start(2 if "batches" in given.faults else 0)
         try:
             disturb(chaos, given, began)
         finally:
             chaos.wait_for_pauses()
             clients.stop()
+            beside.stop()
         seconds = time.monotonic() - began
         fleet.wait_until_whole()
         left = fleet.wait_until_idle()
     finally:
         leftovers = fleet.close()
-    return report(chaos, faulty.counts(counted), left, leftovers, seconds)
+    leftovers += batches.left_in(folder / "batches")
+    return report(chaos, beside, faulty.counts(counted), left, leftovers, seconds)
 
 
 def questions(given: argparse.Namespace, folder: Path) -> tuple[Path, Sequence[Any]]:
@@ -207,7 +222,9 @@ def questions(given: argparse.Namespace, folder: Path) -> tuple[Path, Sequence[A
         turns, adapters = given.requests == "agents", []
         if "adapters" in given.faults:
             adapters = make_adapters(model, folder.parent / "adapters")
-        return model, make_cases(model, 400, given.seed, are_turns=turns, emulated=given.emulated, adapters=adapters)
+        return model, make_cases(
+            model, given.cases, given.seed, are_turns=turns, emulated=given.emulated, adapters=adapters
+        )
     # Late: they import the tests' small models.
     from conversations import agent_tokenizer, make_agent, make_conversations
     from picture_chats import make_picture_chats
@@ -224,15 +241,24 @@ def questions(given: argparse.Namespace, folder: Path) -> tuple[Path, Sequence[A
     return folder, [*conversations, *make_picture_chats(folder, 60, given.seed)]
 
 
-def report(chaos: Chaos, inside: dict[str, int], left: dict[str, int], leftovers: list[str], seconds: float) -> bool:
+def report(
+    chaos: Chaos,
+    beside: batches.Batches,
+    inside: dict[str, int],
+    left: dict[str, int],
+    leftovers: list[str],
+    seconds: float,
+) -> bool:
     """Print the tables. Return whether anything went wrong."""
     clients = chaos.clients
     others = inside | {
         f"client: {name}": count for name, count in clients.outcomes.items() if name.startswith(_CLIENT_FAULTS)
     }
-    problems = clients.problems + chaos.problems
+    others |= {"batch cancelled": beside.cancelled} if beside.cancelled else {}
+    problems = clients.problems + chaos.problems + beside.problems
+    outcomes = clients.outcomes + beside.outcomes
     print("\n" + markdown([("fault", "times", "whole again, median", "longest"), *rows(chaos, others)]))
-    print(markdown([("streams", "count"), *([name, str(count)] for name, count in sorted(clients.outcomes.items()))]))
+    print(markdown([("streams and lines", "count"), *([name, str(count)] for name, count in sorted(outcomes.items()))]))
     gaps = sorted(clients.gaps) or [0.0]
     hung = sum("hung" in problem for problem in problems)
     print(

@@ -25,7 +25,7 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.emulated import emulated_engine
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.submission import Adapter, SamplingParams, Submission
+from crossdock.workers.schedule.request.submission import Adapter, SamplingParams, Submission
 
 HUNG_S = 60.0  # without a byte: the stream hangs
 MAX_MODEL_LEN = 1024
@@ -464,14 +464,16 @@ class Clients:
             self._problem(f"hostile: served {str(body)[:200]}")
 
     async def _timelines(self, request_id: str) -> str:
-        """Return the timelines of a request at all replicas, as evidence."""
+        """Return the timelines of a request at all replicas, and what these have to do, as evidence."""
         try:
-            async with httpx.AsyncClient(timeout=5) as http:
-                answer = await http.get(f"http://127.0.0.1:{self.port}/v1/requests/{request_id}")
-                return json.dumps(answer.json()["requests"])
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{self.port}", timeout=5) as http:
+                replicas = (await http.get("/v1/replicas")).json()["data"]
+                answer = await http.get(f"/v1/requests/{request_id}")
+                loads = [{name: each[name] for name in ("replica", "pool", "requests", "pages")} for each in replicas]
+                return json.dumps({"replicas": loads, "requests": answer.json()["requests"]})
         except (httpx.HTTPError, ValueError, KeyError) as error:
             return f"no timelines: {error!r}"
 
     def _problem(self, text: str) -> None:
         self.problems.append(f"{time.monotonic() - self._started:.0f} s: {text}")
-        print("PROBLEM", self.problems[-1][:3000], flush=True)
+        print("PROBLEM", self.problems[-1][:20_000], flush=True)

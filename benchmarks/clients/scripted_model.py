@@ -16,8 +16,8 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.request import FinishReason, TokenDelta
-from crossdock.workers.schedule.submission import Grammar, Submission
+from crossdock.workers.schedule.request.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.request.submission import Grammar, Submission
 from tests.cluster.api.scripted_api import ScriptedDispatcher
 from tests.cluster.small_tokenizers import byte_level
 

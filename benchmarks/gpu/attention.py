@@ -19,9 +19,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from crossdock.kernels.backend import choose_attention
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.schedule.batch import Batch, Scheduled
-from crossdock.workers.schedule.request import Request
-from crossdock.workers.schedule.submission import SamplingParams
+from crossdock.workers.schedule.request.batch import Batch, Scheduled
+from crossdock.workers.schedule.request.request import Request
+from crossdock.workers.schedule.request.submission import SamplingParams
 
 
 class _Recorder:

@@ -21,7 +21,7 @@ from crossdock.workers.replica.engine.calibrate import measure_step, warm_up
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
-from crossdock.workers.schedule.submission import SamplingParams, Submission
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 
 VOCABULARY = 30_000  # the prompts' token ids are below this, and below the model's vocabulary
 
@@ -245,7 +245,7 @@ def _throughput(bench: Bench, engines: Engines, settings: dict[str, Any]) -> Fig
 
 
 def _generate(engine: Engine, prompts: Sequence[list[int]], new_tokens: int) -> float:
-    engine.pages.stock.clear_cache()
+    engine.pages.block_pool.clear_cache()
     started = time.perf_counter()
     for number, prompt in enumerate(prompts):
         params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)

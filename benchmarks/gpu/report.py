@@ -1,4 +1,4 @@
-"""Turn a rows file into Markdown for RESULTS.md: what a GPU run must show, met or not, and every figure."""
+"""Turn a rows file into Markdown for a record: what a GPU run must show, met or not, and every figure."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -5,7 +5,7 @@
     python benchmarks/gpu/run.py kernels --kit .gpu-kit --out gpu.jsonl   # references, tests, launches, kernels by time
     python benchmarks/gpu/run.py attention --kit .gpu-kit --out gpu.jsonl
     python benchmarks/gpu/run.py others --kit .gpu-kit --out gpu.jsonl    # other shapes, NIXL, other engines
-    python benchmarks/gpu/run.py report --out gpu.jsonl                   # Markdown for RESULTS.md
+    python benchmarks/gpu/run.py report --out gpu.jsonl                   # Markdown for a record
 
 Every figure is appended to the rows file as soon as it is measured. The same call again measures what is missing. A
 case that fails, crashes or hangs is a row with the reason, and the others run. `--dry` runs everything at toy sizes on

@@ -31,8 +31,8 @@ from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.engine_loader import load_engine
 from crossdock.workers.replica.serving.interpreter import prepare_interpreter
-from crossdock.workers.schedule.slo import DEFAULT_CLASS
-from crossdock.workers.schedule.submission import Adapter, SamplingParams, Submission
+from crossdock.workers.schedule.request.slo import DEFAULT_CLASS
+from crossdock.workers.schedule.request.submission import Adapter, SamplingParams, Submission
 
 
 def random_adapter(engine: Engine, folder: Path, rank: int, seed: int) -> Adapter:

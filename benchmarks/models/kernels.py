@@ -102,7 +102,9 @@ def packed(seconds: float, dtype: torch.dtype) -> None:
     print(f"{'weights':24} {'kernel':6} " + " ".join(f"{count:>14}" for count in rows))
     for name, form in forms.items():
         matrices = SHAPE.matrices(LAYERS)
-        size = sum(each.num_bytes(torch.bfloat16, form) for each in matrices)  # beside float32 rows too, see OwnLinear
+        size = sum(
+            each.num_bytes(torch.bfloat16, form) for each in matrices
+        )  # beside float32 rows too, see NativeLinear
         flops = sum(2 * each.out_features * each.in_features * each.count for each in matrices)
         kernels = usable_kernels(dtype) if form is None else usable_packed_kernels(dtype)
         if form is not None and form.kind != "e4m3" and rounds_rows():

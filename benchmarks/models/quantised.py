@@ -35,11 +35,11 @@ from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.cpu.linear import why_not_int8
 from crossdock.kernels.packed import TABLES
 from crossdock.workers.model.load import load_model
-from crossdock.workers.model.memory.held_bytes import held_bytes
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights.checkpoint import default_model_dir
 from crossdock.workers.model.weights.gguf_blocks import BLOCK_TYPES
+from crossdock.workers.replica.serving.machine import held_bytes
 
 sys.path.insert(0, str(Path(__file__).parents[2]))  # for the tests' formats
 

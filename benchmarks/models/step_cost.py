@@ -22,7 +22,7 @@ from crossdock.workers.replica.engine.calibrate import measure_step, warm_up
 from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.replica.engine.engine_loader import load_engine
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
-from crossdock.workers.schedule.submission import SamplingParams, Submission
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 
 UNSEEN: dict[str, list[tuple[tuple[int, int] | None, int, int]]] = {  # chunk (start, tokens), streams, context
     "decodes, 1 to 4": [(None, streams, context) for streams in (1, 2, 3, 4) for context in (100, 1000)],

@@ -33,9 +33,9 @@ from crossdock.cluster.simulate import simulation
 from crossdock.cluster.simulate.fleet import SimulatedFleet, describe
 from crossdock.router.fleet import Fleet
 from crossdock.router.placement import HANDOVER_S, Placement, Query
-from crossdock.workers.report.advertise import LiveProfile, PageChanges, Prompts
+from crossdock.workers.report.live_profile import LiveProfile, PageChanges, Prefills, Prompts, Room
 from crossdock.workers.report.presets import preset
-from crossdock.workers.schedule.memory.prefix_index import PageHash, hash_pages
+from crossdock.workers.schedule.request.page_hashes import PageHash, hash_pages
 
 SECONDS = 300.0
 LENGTH = 16_000  # tokens at which a session ends: 1,000 pages
@@ -99,10 +99,11 @@ def one_prompt(name: str, tokens: int, rate: float) -> tuple[float, float, float
     Cut, the replica computes all the time; fetched, it computes the last 32 tokens."""
     profile = preset(name).model_copy(update={"peer": b"a dock", "compatibility": "one", "bytes_per_second": rate})
     router, hashes = Fleet(), hash_pages(range(tokens + 32), profile.page_size)
-    places = {"places": (64,) * len(profile.slo_classes), "free_pages": (20_000,) * len(profile.slo_classes)}
+    num_classes = len(profile.slo_classes)
+    room = Room((64,) * num_classes, (20_000,) * num_classes)
     for replica, prompts in (("holder", (Prompts(0, 6, 4, 400_000, 20.0),)), ("other", ())):
         router.join(replica, profile, 0.0)
-        router.hear(replica, LiveProfile("first", 1, (), prompts, **places), 0.0)
+        router.hear(replica, LiveProfile("first", 1, prefills=Prefills(prompts), room=room), 0.0)
     router.hear_pages("holder", PageChanges("first", 1, hashes[: tokens // profile.page_size]))
     computed = router.choose(Query("prompt", tokens + 32, hashes), 0.0).alternatives["compute"]
     rest = profile.cost.chunk_step_seconds(tokens, 32)

@@ -141,7 +141,7 @@ def main() -> None:
         f"{args.rate:g} arrivals a second for {args.duration:g} s, {args.long_share:.0%} of {args.long_tokens:,} tokens"
     )
     caption = f"{args.profile}; {hardware()}; {today()}; {work}; live {args.slow:g} times as slowly, times divided, ms."
-    write(args.output, f"{caption}\n\n{markdown(lines)}", {", ".join(key): row for key, row in rows.items()})
+    write(args, f"{caption}\n\n{markdown(lines)}", {", ".join(key): row for key, row in rows.items()})
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ from crossdock.cluster.simulate.fleet import SimulatedFleet, describe
 from crossdock.router.fleet import Fleet, _Ways
 from crossdock.router.placement import Candidates, Placement, Query
 from crossdock.workers.report.presets import preset
-from crossdock.workers.schedule.submission import Overloaded
+from crossdock.workers.schedule.request.submission import Overloaded
 
 REPLICAS = 3
 SECONDS = 20.0

@@ -16,24 +16,23 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.placement import Query
-from crossdock.workers.report.advertise import LiveProfile, PageChanges, Prompts
+from crossdock.workers.report.live_profile import LiveProfile, PageChanges, Prompts
 from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.schedule.cost.cost import StepCost
-from crossdock.workers.schedule.memory.prefix_index import hash_pages
+from crossdock.workers.schedule.request.page_hashes import hash_pages
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tables
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))  # for the tests' replicas: schedulers without a model
 
-from paired import Checkout, answering, commit_of, in_rounds, report
-from tables import hardware
+from paired import Checkout, answering, in_rounds, report
+from tables import commit_of, hardware
 
 from tests.router import replicas
 
@@ -58,9 +57,20 @@ def live(sequence: int, rng: random.Random) -> LiveProfile:
     prompts = (Prompts(0, 1, 3, 900, 0.05), Prompts(1, 3, 2, 6000, rng.random()), Prompts(2, 6, 1, 30_000, 9.0))
     streams = (rng.randrange(30), rng.randrange(60), rng.randrange(10))
     places, pages = (120, 100, 80), (15_000, 14_000, 11_000)
-    ends, counts = tuple((20 * number, 50) for number in range(1, 9)), ((0, 1, 0), (0, 0, 0))
-    figures = (prompts, streams, 700 * sum(streams), *counts, places, pages, (0.1, 0.2, 0.1))
-    return LiveProfile("a", sequence, (), *figures, ends=ends)
+    ends = tuple((20 * number, 50) for number in range(1, 9))
+    return replicas.live_profile(
+        "a",
+        sequence,
+        prompts=prompts,
+        streams=streams,
+        context_tokens=700 * sum(streams),
+        arriving=(0, 1, 0),
+        leaving=(0, 0, 0),
+        places=places,
+        free_pages=pages,
+        prompt_shares=(0.1, 0.2, 0.1),
+        ends=ends,
+    )
 
 
 def microseconds(seconds: list[float]) -> str:
@@ -70,7 +80,7 @@ def microseconds(seconds: list[float]) -> str:
 
 
 def decisions(num_replicas: int, roles: tuple[Role, ...], policy: str, count: int, cached: str) -> str:
-    """Return the time of a choice, a booking and an update from a replica, while all replicas send updates.
+    """Return the time of a choice, an in-flight load and an update from a replica, while all replicas send updates.
 
     `cached`: where replicas have prefixes: "pools", "tiers" below them too, or "" for nowhere."""
     rng = random.Random(1)
@@ -96,7 +106,7 @@ def decisions(num_replicas: int, roles: tuple[Role, ...], policy: str, count: in
     for number in range(count):
         now = number * 1e-3
         for _ in range(4):
-            update = replace(live(number + 2, rng), load_seconds=(1e-3,) if cached == "tiers" else ())
+            update = replicas.changed(live(number + 2, rng), load_seconds=(1e-3,) if cached == "tiers" else ())
             timed("hear", partial(fleet.hear, rng.choice(names), update, now))
         length = rng.choice(PROMPTS)
         pages = hashes[: length // 16] if cached else ()

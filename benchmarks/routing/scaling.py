@@ -318,7 +318,7 @@ def main() -> None:
     name = " ".join([args.model.name, *args.crossdock_option])
     shapes = f"{args.prompt_rate:g} documents of {args.prompt_tokens} tokens and {args.stream_rate:g} chats a second"
     caption = f"{name}; {hardware()}; {today()}; hours of {args.seconds:g} s; {shapes} in the busiest; class {CLASS}."
-    write(args.output, f"{caption}\n\n{text}", data)
+    write(args, f"{caption}\n\n{text}", data)
 
 
 if __name__ == "__main__":

@@ -142,7 +142,7 @@ def main() -> None:
         "times in ms."
     )
     data = {"live": live, "simulated": simulated, "busy": busy, "fleet": fleet.model_dump(mode="json")}
-    write(args.output, f"{caption}\n\n{comparison(live, simulated)}", data)
+    write(args, f"{caption}\n\n{comparison(live, simulated)}", data)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """Errors in OpenAI's shape."""
 
+import errno
 import json
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -17,6 +18,9 @@ _ANTHROPIC_KINDS = {  # by status
     503: "overloaded_error",
     504: "timeout_error",
 }
+
+
+FULL = (errno.ENOSPC, errno.EDQUOT)  # of an OSError: there is no room on the disk
 
 
 class ErrorDetail(BaseModel):
@@ -70,6 +74,8 @@ class ApiError(Exception):
         self.param = None if param is None else shown(param)
         self.code = code
         self.headers = dict(headers or {})
+        if status == 503:  # another try may succeed; clients are told when
+            self.headers.setdefault("Retry-After", "1")
         self.details = details
 
     def body(self) -> bytes:
@@ -88,6 +94,15 @@ class ApiError(Exception):
 def wrong(param: str, reason: str, code: str = "invalid_value") -> ApiError:
     """Return the error for a field whose value cannot be used. `reason`: the rest of a sentence, without its stop."""
     return ApiError(f"Invalid value for '{param}': {reason}.", param=param, code=code)
+
+
+def disk_error(error: OSError) -> ApiError:
+    """Return the error for a file that the server could not read or write. A client cannot mend it."""
+    if error.errno in FULL:
+        reason = f"The server's disk is full ({error.strerror}). Try again later."
+        return ApiError(reason, status=507, code="insufficient_storage", headers={"x-should-retry": "false"})
+    reason = f"The server's disk cannot be used now ({error.strerror or error}). Try again."
+    return ApiError(reason, status=503, code="service_unavailable")
 
 
 def check_count(param: str, count: int, most: int, unit: str = "characters") -> None:

@@ -7,7 +7,9 @@ from math import inf
 LARGE = 1 << 20  # bytes that a request has held; for a moment it may have taken 25 times as much
 _QUIET_S = 1.0  # after the large request, whose own objects must be gone by then
 _KEPT_BYTES = 1 << 20  # free bytes at the end of a heap that the C library keeps
-_M_TRIM_THRESHOLD, _M_ARENA_MAX = -1, -8  # of malloc.h
+# Of malloc.h.
+_M_TRIM_THRESHOLD = -1
+_M_ARENA_MAX = -8
 
 _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)  # glibc's
 

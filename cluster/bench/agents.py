@@ -141,7 +141,8 @@ def _chain(
     then: tuple[FollowUp, ...],
 ) -> tuple[Job, float]:
     """Return the first job of the turns after `history`, and the pause before it."""
-    prompts, histories = [], []
+    prompts = []
+    histories = []
     for number, turn in enumerate(turns):
         prompts.append((*history, Segment(f"{name}/new/{number}", turn.new_tokens)))
         history = (*prompts[-1], Segment(f"{name}/answer/{number}", turn.output_tokens, is_answer=True))

@@ -8,6 +8,7 @@ import asyncio
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     from crossdock.cluster.bench.metrics import Sample
     from crossdock.cluster.bench.run import BenchOptions, BenchResult
 
-_MIX, _LONG = "Workload mix", "Workloads interference and short-vs-long"
+_MIX = "Workload mix"
+_LONG = "Workloads interference and short-vs-long"
 _PLAN = Interference()
 
 
@@ -118,8 +120,10 @@ def bench(flags: BenchFlags) -> None:
     """Measure any OpenAI endpoint: throughput, time to first token, gaps between tokens, goodput."""
     from crossdock.cluster.bench import report
     from crossdock.cluster.bench.http import BenchError
+    from crossdock.cluster.bench.plot import check_plot_file
 
     try:
+        check_plot_file(flags.plot_file)
         options = flags.options()
         result = _run_with_progress(options)
     except (BenchError, ValueError) as error:
@@ -130,8 +134,21 @@ def bench(flags: BenchFlags) -> None:
     Console().print(report.table(result))
     if flags.json_file is not None:
         flags.json_file.write_text(json.dumps(report.as_json(result), indent=1) + "\n")
+    if flags.plot_file is not None:
+        _write_plot(result, flags.plot_file)
     if result.ended_early or not result.summary["requests_ok"]:
         raise typer.Exit(1)
+
+
+def _write_plot(result: "BenchResult", file: Path) -> None:
+    """Draw the requests that had answers. Where none has a second token, say so and write no file."""
+    from crossdock.cluster.bench.plot import plot, series_of_samples
+
+    series = series_of_samples(result.samples, result.options.targets)
+    try:
+        file.write_text(plot(f"{result.options.workload} on {result.model}", f"crossdock bench, {result.date}", series))
+    except ValueError as error:
+        Console(stderr=True).print(f"[yellow]bench:[/yellow] {escape(str(error))}", highlight=False)
 
 
 def _parse_range(text: str) -> tuple[int, int]:

@@ -8,9 +8,10 @@ import typer
 
 from crossdock.cluster.bench.mix import MIXES
 from crossdock.cluster.bench.workloads import WORKLOADS
-from crossdock.workers.schedule.slo import DEFAULT_CLASSES
+from crossdock.workers.schedule.request.slo import DEFAULT_CLASSES
 
-_LONG, _TRACE = "Workloads interference and short-vs-long", "Workloads trace and agents"
+_LONG = "Workloads interference and short-vs-long"
+_TRACE = "Workloads trace and agents"
 _MIX = "Workload mix"
 _SLO_DEFAULTS = ", ".join(f"{slo.name} {slo.ttft_s * 1e3:.0f}/{slo.tpot_s * 1e3:.0f}" for slo in DEFAULT_CLASSES)
 
@@ -80,6 +81,10 @@ class SharedFlags:
         ),
     ] = None
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures to this file.")] = None
+    plot_file: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE.svg", help="Draw TTFT and TPOT of each request, or of what is compared."),
+    ] = None
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,9 @@ class Load(Amount):
     ] = False
     warmup: Annotated[int, typer.Option(help="Requests sent before the measurement, and not counted.")] = 2
     model: Annotated[str | None, typer.Option(help="Default: the first model that the server lists.")] = None
-    api_key: Annotated[str | None, typer.Option(help="Sent as bearer token.", envvar="OPENAI_API_KEY")] = None
+    api_key: Annotated[
+        str | None, typer.Option(help="Sent as bearer token.", envvar=["CROSSDOCK_API_KEY", "OPENAI_API_KEY"])
+    ] = None
     tokenizer: Annotated[Path | None, typer.Option(help="Directory with the model's tokenizer.json.")] = None
     chat: Annotated[bool, typer.Option("--chat", help="Use /v1/chat/completions.")] = False
     timeout: Annotated[float, typer.Option(help="Seconds after which a request has failed.")] = 600.0

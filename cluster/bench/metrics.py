@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from crossdock.cluster.bench.workloads import Role
-from crossdock.workers.schedule.slo import DEFAULT_CLASS, DEFAULT_CLASSES
+from crossdock.workers.schedule.request.slo import DEFAULT_CLASS, DEFAULT_CLASSES
 
 Floats = npt.NDArray[np.float64]
 

@@ -51,7 +51,8 @@ def progress(console: Console, what: str, unit: str = "") -> Iterator[Report]:
         nonlocal latest
         latest = done, total
 
-    started, is_over = time.monotonic(), threading.Event()
+    started = time.monotonic()
+    is_over = threading.Event()
 
     def write_lines() -> None:
         while not is_over.wait(LINE_S):

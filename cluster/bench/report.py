@@ -41,7 +41,8 @@ def table(result: BenchResult) -> Table:
 
 
 def _add_requests(out: Table, summary: dict[str, Any]) -> None:
-    failed, refused = summary["requests_failed"], summary["requests_refused"]
+    failed = summary["requests_failed"]
+    refused = summary["requests_refused"]
     counts = f"{summary['requests_ok']} / {failed}" + (f", {refused} refused (429)" if refused else "")
     out.add_row("requests ok / failed", counts, style="red" if failed else None)
     if failed:
@@ -98,7 +99,7 @@ def add_classes(out: Table, slo: dict[str, Any]) -> None:
     out.add_section()
     out.add_row(*_goodput("all classes: good", slo["goodput"]))
     # The server allows such a prompt twice the time it takes alone (SloClass.ttft_deadline), which no client can know.
-    out.caption = "A long prompt, too, must meet its class's plain TTFT to be good."
+    out.caption = "Good: within the TTFT and TPOT of the class, long prompts too."
 
 
 def add_tenants(out: Table, tenants: dict[str, Any], kind: str = "tenant") -> None:

@@ -135,7 +135,8 @@ def bench_jobs(options: BenchOptions) -> Iterator[Job]:
     elif options.workload == "short-vs-long":
         jobs = shaped_jobs(options.shape, role="short")
     elif options.workload == "interference":
-        jobs, limit = shaped_jobs(options.shape, role="stream"), options.shape.num_requests
+        jobs = shaped_jobs(options.shape, role="stream")
+        limit = options.shape.num_requests
     else:
         jobs = shaped_jobs(options.shape)
         limit = limit or (None if options.duration else options.shape.num_requests)
@@ -149,13 +150,15 @@ def bench_jobs(options: BenchOptions) -> Iterator[Job]:
 def _jobs_of_tenant(options: BenchOptions, tenant: TenantLoad) -> Iterator[Job]:
     """Return the jobs of one tenant: the same with and without the others."""
     rate = None if options.request_rate is None else options.request_rate * tenant.share
-    mix, seed = replace(options.mix, rate=options.mix.rate * tenant.share), options.seed ^ crc32(tenant.name.encode())
+    mix = replace(options.mix, rate=options.mix.rate * tenant.share)
+    seed = options.seed ^ crc32(tenant.name.encode())
     return bench_jobs(replace(options, tenants=None, request_rate=rate, mix=mix, seed=seed))
 
 
 def _agent_jobs(options: BenchOptions) -> Iterator[Job]:
     """Return the first job of every agent. The number of requests and the duration end their sessions."""
-    scale, speed = options.agents.scale * options.length_scale, options.agents.speed * options.trace_speed
+    scale = options.agents.scale * options.length_scale
+    speed = options.agents.speed * options.trace_speed
     agents = replace(options.agents, scale=scale, speed=speed)
     per_agent = None if options.num_requests or options.duration else 1
     slots = options.concurrency or DEFAULT_AGENTS
@@ -221,7 +224,8 @@ async def run_bench(options: BenchOptions, on_done: Callable[[Sample], None] = l
     server = await _connect(options)
     fitted = _fit_to_context(options, server)
     if fitted is not options:
-        options, jobs = fitted, bench_jobs(fitted)
+        options = fitted
+        jobs = bench_jobs(fitted)
     samples: list[Sample] = []
     gone_since: float | None = None
 
@@ -244,8 +248,10 @@ async def run_bench(options: BenchOptions, on_done: Callable[[Sample], None] = l
     await _warm_up(options, server)
     date = datetime.now(UTC).isoformat(timespec="seconds")
     before = await _scrape(server)
-    cpu, origin = time.process_time(), time.perf_counter()
-    quiet, ended_early = (0.0, 0.0), False
+    cpu = time.process_time()
+    origin = time.perf_counter()
+    quiet = (0.0, 0.0)
+    ended_early = False
     try:
         quiet = await _drive(options, jobs, send, samples)
     except* ServerGone as gone:

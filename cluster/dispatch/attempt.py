@@ -1,20 +1,19 @@
-"""One attempt at a request: the replicas that work on it, and its events that have not been handled."""
+"""One attempt at a request, its events that have not been handled, and the connections over which they come."""
 
 import asyncio
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, Protocol, TypeAlias
+from typing import Protocol, TypeAlias
 
+from crossdock.cluster.dispatch.engine_client import EngineClient
 from crossdock.cluster.dispatch.ingress_metrics import RequestWatch
 from crossdock.cluster.dispatch.loop_clock import LoopClock
 from crossdock.router.actions import Action, Fail
 from crossdock.router.request_life import RequestLife
-from crossdock.workers.schedule.request import TokenDelta
-
-if TYPE_CHECKING:  # it imports this file
-    from crossdock.cluster.dispatch.connections import ReplicaConnection
+from crossdock.workers.report.profile import SchedulingProfile
+from crossdock.workers.schedule.request.request import TokenDelta
 
 
 class DeltaReader(Protocol):
@@ -60,6 +59,48 @@ class Events:
 
 
 @dataclass(slots=True, eq=False)
+class ReplicaConnection:
+    """The stream of messages from one replica, and the attempts whose tokens come over it."""
+
+    name: str
+    client: EngineClient
+    profile: SchedulingProfile
+    attempts: dict[str, "Attempt"] = field(default_factory=dict)  # by request
+    aborting: list[tuple[str, int]] = field(default_factory=list)  # (request, attempt), in the next call
+    heard_at: float = 0.0  # seconds on the ingress's clock
+    following: asyncio.Task[None] | None = None  # reads the stream
+    is_silent: bool = False  # for too long
+    is_dead: bool = False  # its process is known to have ended
+    is_open: bool = False
+    is_leaving: bool = False  # the replica takes no new requests
+
+    def hear(self, now: float) -> None:
+        """Note that a message has come."""
+        self.heard_at = now
+
+    def open(self) -> None:
+        """Note that the stream has begun."""
+        self.is_open = True
+
+    def give_up(self) -> None:
+        """End a stream that is silent for too long."""
+        assert self.following is not None
+        self.is_silent = True
+        self.following.cancel()
+
+    def end(self, *, is_dead: bool) -> None:
+        """Note that the stream has ended. `is_dead`: the replica's process has ended too."""
+        self.is_open = False
+        self.is_dead = is_dead
+
+    def take_aborting(self) -> list[tuple[str, int]]:
+        """Return the attempts to abort with one call."""
+        attempts = self.aborting
+        self.aborting = []
+        return attempts
+
+
+@dataclass(slots=True, eq=False)
 class Attempt:
     """One attempt at a request: the replicas that work on it, and the events that have not been handled."""
 
@@ -67,10 +108,10 @@ class Attempt:
     clock: LoopClock
     number: int = -1
     events: Events = field(default_factory=Events)
-    connections: "dict[str, ReplicaConnection]" = field(default_factory=dict)  # that are not detached, by name
+    connections: dict[str, ReplicaConnection] = field(default_factory=dict)  # attached connections, by name
     submitting: dict[str, asyncio.Task[None]] = field(default_factory=dict)  # by replica
     _reader: DeltaReader | None = field(default=None, init=False)
-    _watch: RequestWatch | None = field(default=None, init=False)  # that counts the tokens of the reader
+    _watch: RequestWatch | None = field(default=None, init=False)  # counts the tokens of the reader
     _is_waiting: bool = field(default=False, init=False)  # in `next_actions`
     _unread: deque[int] = field(default_factory=deque, init=False)  # values of each delta in `events`
     _num_unread: int = field(default=0, init=False)  # the sum of `_unread`
@@ -85,7 +126,8 @@ class Attempt:
 
     def read_with(self, reader: DeltaReader | None, watch: RequestWatch) -> None:
         """Have a reader, if there is one, read deltas that come while all earlier ones have been handled."""
-        self._reader, self._watch = reader, watch
+        self._reader = reader
+        self._watch = watch
 
     def add(self, name: str, delta: TokenDelta, now: float) -> None:
         """Have the reader read a replica's delta, or add the delta to the events."""

@@ -18,7 +18,7 @@ from crossdock.cluster.dispatch.message_stream import MessageStream
 from crossdock.router.actions import ReplicaBroken, ReplicaDead
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.submission import Submission
 
 
 class ReplicaClient:

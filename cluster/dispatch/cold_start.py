@@ -45,7 +45,8 @@ class ColdStart:
             ModelStarting: a replica is not up in `patience_s`, or is not predicted to be.
         """
         clock = asyncio.get_running_loop().time
-        begun, remaining = clock(), 0.0
+        begun = clock()
+        remaining = 0.0
         while not self._is_up():
             try:
                 remaining = await self._remaining.get()

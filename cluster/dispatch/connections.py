@@ -5,13 +5,14 @@ import contextvars
 import logging
 from collections import Counter, deque
 from collections.abc import Coroutine
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from crossdock.cluster.dispatch.attempt import Attempt
+from crossdock.cluster.dispatch.attempt import Attempt, ReplicaConnection
 from crossdock.cluster.dispatch.engine_client import EngineClient, RemoteMethod
 from crossdock.cluster.dispatch.loop_clock import TICK_S, LoopClock
+from crossdock.cluster.dispatch.loops import raise_if_ended
+from crossdock.cluster.dispatch.losses import Loss, Losses
 from crossdock.router.actions import Detach, Fail, ReplicaBroken, ReplicaDead, ReplicaLost, Timeouts
 from crossdock.router.fleet import Fleet
 from crossdock.workers.report.profile import SchedulingProfile
@@ -28,23 +29,6 @@ class SlowReader(RuntimeError):
     """A client reads its tokens so slowly that too many wait, so its request was ended."""
 
 
-@dataclass(slots=True, eq=False)
-class ReplicaConnection:
-    """The stream of messages from one replica, and the attempts whose tokens come over it."""
-
-    name: str
-    client: EngineClient
-    profile: SchedulingProfile
-    attempts: dict[str, Attempt] = field(default_factory=dict)  # by request
-    aborting: list[tuple[str, int]] = field(default_factory=list)  # (request, attempt), in the next call
-    heard_at: float = 0.0  # seconds on the ingress's clock
-    following: asyncio.Task[None] | None = None  # reads the stream
-    is_silent: bool = False  # for too long
-    is_dead: bool = False  # its process is known to have ended
-    is_open: bool = False
-    is_leaving: bool = False  # the replica takes no new requests
-
-
 class ReplicaConnections:
     """The connections to the replicas that take new requests. Belongs to one event loop."""
 
@@ -55,9 +39,10 @@ class ReplicaConnections:
         self._clock = clock
         self._members: dict[str, tuple[EngineClient, SchedulingProfile]] = {}  # as Serve lists them
         self._connections: dict[str, ReplicaConnection] = {}
-        self._dead: deque[bytes] = deque(maxlen=_DEAD_PEERS)  # whose KV transfers are over for good
+        self._dead: deque[bytes] = deque(maxlen=_DEAD_PEERS)  # peers whose KV transfers are over for good
         self._background: set[asyncio.Task[Any]] = set()
-        self._following: set[ReplicaConnection] = set()  # whose stream is read, also those of leaving replicas
+        self.losses = Losses(self.spawn)
+        self._following: set[ReplicaConnection] = set()  # connections whose stream is read, also of leaving replicas
         self._watching: asyncio.Task[None] | None = None  # for silent replicas
 
     def __getitem__(self, name: str) -> ReplicaConnection:
@@ -66,6 +51,10 @@ class ReplicaConnections:
     def opened(self) -> list[ReplicaConnection]:
         """Return the connections whose stream has begun."""
         return [connection for connection in self._connections.values() if connection.is_open]
+
+    def names(self) -> list[str]:
+        """Return the names of the replicas that Serve lists."""
+        return [*self._members]
 
     async def wait_until_one_is_open(self, seconds: float, weights: str = "") -> None:
         """Wait while there are replicas, but none with an open stream. In an upgrade all may be new; after a broken
@@ -125,7 +114,8 @@ class ReplicaConnections:
 
         The abort may overtake the submission: the replica remembers it.
         """
-        connection, request_id = attempt.connections.pop(name), attempt.life.submission.id
+        connection = attempt.connections.pop(name)
+        request_id = attempt.life.submission.id
         submitting = attempt.submitting.pop(name, None)
         if submitting is not None:
             submitting.cancel()
@@ -136,9 +126,14 @@ class ReplicaConnections:
             connection.aborting.append((request_id, attempt.number))
         self._close_if_done(connection)
 
+    def check(self) -> None:
+        """Raise the error that has ended the watch for silence: no deadline of a request would pass any more."""
+        raise_if_ended([self._watching])
+
     async def call(self, connection: ReplicaConnection, method: RemoteMethod, *arguments: Any) -> Any:
         """Call a method of a replica, however long it takes. ReplicaLost: its stream has ended meanwhile."""
-        calling, following = self.spawn(connection.client.call(method, *arguments)), connection.following
+        calling = self.spawn(connection.client.call(method, *arguments))
+        following = connection.following
         assert following is not None
         await asyncio.wait([calling, following], return_when=asyncio.FIRST_COMPLETED)
         if calling.done():
@@ -183,7 +178,8 @@ class ReplicaConnections:
         loss = ReplicaLost(f"replica {name} ended its stream")
         try:
             async for message in connection.client.messages():
-                now = connection.heard_at = self._clock.now()
+                now = self._clock.now()
+                connection.hear(now)
                 if not connection.is_open:
                     self._opened(connection)
                 if message.live is not None:
@@ -199,7 +195,7 @@ class ReplicaConnections:
                 raise
             loss = ReplicaLost(f"replica {name} has been silent for {self._timeouts.silence_s:.3g} s")
         except ReplicaLost as known:
-            loss = known
+            loss = type(known)(f"replica {name} is lost: {known}")
         except Exception as cause:
             kind = ReplicaBroken if isinstance(cause, ConnectionError) else ReplicaLost
             loss = kind(f"replica {name} is lost: {type(cause).__name__}")
@@ -227,26 +223,25 @@ class ReplicaConnections:
                 for attempt in connection.attempts.values():
                     attempt.check_deadline(now)
                 if now - connection.heard_at > self._timeouts.silence_s and connection.following is not None:
-                    connection.is_silent = True
-                    connection.following.cancel()
+                    connection.give_up()
             self._end_slowest_readers()
 
     def _end_slowest_readers(self) -> None:
         """End requests whose clients do not read, as long as too much waits for all clients together.
 
-        The tenant for which most waits loses a request, the one for which most waits.
+        The owner for which most waits loses a request, the one for which most waits.
         """
         attempts = [attempt for connection in self._following for attempt in connection.attempts.values()]
         waiting = Counter[str]()
-        slowest: dict[str, list[Attempt]] = {}  # by tenant
+        slowest: dict[str, list[Attempt]] = {}  # by owner
         for attempt in sorted({id(each): each for each in attempts}.values(), key=lambda each: each.num_unread):
-            tenant = attempt.life.submission.tenant
-            waiting[tenant] += attempt.num_unread
-            slowest.setdefault(tenant, []).append(attempt)
+            owner = attempt.life.submission.key_owner
+            waiting[owner] += attempt.num_unread
+            slowest.setdefault(owner, []).append(attempt)
         while waiting.total() > MOST_UNREAD:
-            tenant = max(waiting, key=waiting.__getitem__)
-            attempt = slowest[tenant].pop()
-            waiting[tenant] -= attempt.num_unread
+            owner = max(waiting, key=waiting.__getitem__)
+            attempt = slowest[owner].pop()
+            waiting[owner] -= attempt.num_unread
             for action in attempt.life.close():
                 assert isinstance(action, Detach)
                 self.detach(attempt, action.replica, action.is_running)
@@ -254,7 +249,8 @@ class ReplicaConnections:
             attempt.events.put_nowait(lambda now: [Fail(SlowReader("its client read too slowly"))])
 
     def _opened(self, connection: ReplicaConnection) -> None:
-        connection.is_open = True
+        connection.open()
+        self.losses.joined(connection.profile.start_s)
         for peer in self._dead:
             self.spawn(connection.client.call("peer_dead", peer))
         if self._connections.get(connection.name) is connection:  # else it has left already
@@ -262,9 +258,11 @@ class ReplicaConnections:
         self._close_if_done(connection)
 
     def _lost(self, connection: ReplicaConnection, loss: ReplicaLost) -> None:
-        name, connection.is_open = connection.name, False
+        name = connection.name
+        was_open = connection.is_open
+        loss.of(name)
+        connection.end(is_dead=isinstance(loss, ReplicaDead))
         self._following.discard(connection)
-        connection.is_dead = isinstance(loss, ReplicaDead)
         for attempt in connection.attempts.values():
             attempt.events.put_nowait(partial(attempt.life.lost, name, attempt.number, loss))
         if self._connections.get(name) is connection:
@@ -274,6 +272,10 @@ class ReplicaConnections:
             self._report_death(connection.profile)
         if name in self._members:
             logger.warning("%s", loss)
+            if was_open:  # else it is tried again, and was lost before
+                reason = str(loss).removeprefix(f"replica {name} ").removeprefix("is lost: ")
+                told = Loss(name, connection.profile.role, reason, len(connection.attempts))
+                self.losses.lost(told, is_last=not self.opened())
             self.spawn(self._rejoin(name))
 
     def _report_death(self, profile: SchedulingProfile) -> None:
@@ -306,5 +308,4 @@ class ReplicaConnections:
 
 async def _abort(connection: ReplicaConnection) -> None:
     """Abort, with one call, all attempts that ended in one turn of the event loop: a request may have a thousand."""
-    attempts, connection.aborting = connection.aborting, []
-    await connection.client.call("abort", attempts)
+    await connection.client.call("abort", connection.take_aborting())

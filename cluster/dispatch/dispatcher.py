@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
-from crossdock.cluster.dispatch.attempt import Attempt, DeltaReader
-from crossdock.cluster.dispatch.connections import ReplicaConnection, ReplicaConnections, SlowReader
+from crossdock.cluster.dispatch.attempt import Attempt, DeltaReader, ReplicaConnection
+from crossdock.cluster.dispatch.connections import ReplicaConnections, SlowReader
 from crossdock.cluster.dispatch.engine_client import EngineClient, RemoteMethod
 from crossdock.cluster.dispatch.gate import Gate, PauseMode
 from crossdock.cluster.dispatch.ingress_metrics import IngressMetrics, merge_metrics
@@ -35,9 +35,9 @@ from crossdock.router.actions import (
 from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.request_life import MOST_PLACEMENTS, RequestLife
 from crossdock.workers.report.profile import Role, SchedulingProfile
-from crossdock.workers.schedule.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.request.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.request.submission import Overloaded, Submission
 from crossdock.workers.schedule.shares import Shares
-from crossdock.workers.schedule.submission import Overloaded, Submission
 
 __all__ = [
     "DeltaReader",
@@ -102,7 +102,7 @@ class Dispatcher:
         self._card: ModelCard | None = None
         self._timeouts = timeouts
         self._most_placements = most_placements
-        # Of tenants: their requests in flight that have no token so far.
+        # Of owners: their requests in flight that have no token so far.
         self._queue = Shares(most_queued) if isinstance(most_queued, int) else most_queued
         self.fleet = Fleet(router or RouterConfig.model_validate({}))  # the replicas that are up
         self._vllm_model = model_name if vllm_metrics else None
@@ -117,6 +117,7 @@ class Dispatcher:
         self.leave = self._connections.leave
         self.close = self._connections.close
         self.spawn = self._connections.spawn
+        self.losses = self._connections.losses
 
     def join(self, name: str, client: EngineClient, profile: SchedulingProfile) -> None:
         """Serve requests on a replica that is up. `profile`: its advertised profile."""
@@ -142,10 +143,11 @@ class Dispatcher:
         """
         watch = self.metrics.start(submission)
         life = RequestLife(submission, self.fleet, self.clock.now(), self._timeouts, self._most_placements)
-        attempt, actions = Attempt(life, self.clock), deque[Action]([PlaceAgain(None)])
+        attempt = Attempt(life, self.clock)
+        actions = deque[Action]([PlaceAgain(None)])
         place = ExitStack()  # in the queue, until the first token
         try:
-            self._enter_queue(place, submission.payer or submission.tenant)
+            self._enter_queue(place, submission.tenant or submission.key_owner)
             await self.gate.enter(submission.id)
             self._lives[submission.id] = life
             while submission.id not in self.gate.cut:
@@ -180,6 +182,8 @@ class Dispatcher:
             watch.finish_reason = FinishReason.ABORT
             yield TokenDelta(submission.id, [], first=len(life.output), finish_reason=FinishReason.ABORT)
         except BaseException as error:
+            if isinstance(error, ReplicaLost):
+                error.with_retry(self.losses.seconds_until_up())
             watch.failed(error)
             raise
         finally:
@@ -187,12 +191,12 @@ class Dispatcher:
             self._close(life, attempt, actions)
             watch.end()
 
-    def _enter_queue(self, place: ExitStack, tenant: str) -> None:
-        """Count a request of a tenant as one without a token, until `place` is closed. Overloaded: too many wait."""
-        if not self._queue.room(tenant):
+    def _enter_queue(self, place: ExitStack, owner: str) -> None:
+        """Count a request of an owner as one without a token, until `place` is closed. Overloaded: too many wait."""
+        if not self._queue.room(owner):
             raise _queue_is_full(self._queue)
-        self._queue.take(tenant, 1)
-        place.callback(self._queue.release, tenant, 1)
+        self._queue.take(owner, 1)
+        place.callback(self._queue.release, owner, 1)
 
     def _close(self, life: RequestLife, attempt: Attempt, actions: Collection[Action]) -> None:
         """End a life. `actions`: its last ones, such as leaving a replica."""
@@ -216,11 +220,14 @@ class Dispatcher:
         actions = life.place(self.clock.now())
         if life.placement is not None and not life.is_over:
             self.metrics.placed(life.placement)
+            if loss is not None:
+                self.losses.went_on(loss.replica, life.placement.replicas)
         return Attempt(life, self.clock, life.attempt), actions
 
     def _submit(self, attempt: Attempt, action: Submit) -> None:
         """Submit a leg of an attempt; the answer will be an event of the attempt."""
-        connection, submission = self._connections.attach(attempt, action.replica), action.submission
+        connection = self._connections.attach(attempt, action.replica)
+        submission = action.submission
         if action.peer is not None:
             submission = replace(submission, peer=self._connections[action.peer].profile.peer)
         if action.source is not None:
@@ -288,6 +295,19 @@ class Dispatcher:
                 found[connection.name] = answer
         return found
 
+    async def check_adapter(self, folder: str) -> None:
+        """Check that all replicas can serve the adapter in a folder.
+
+        Raises:
+            ValueError: a replica cannot, with the reason, such as another width than the model's.
+            ReplicaLost: no replica answers.
+        """
+        reasons = await self._ask_all("check_adapter", folder)
+        if not reasons:
+            raise ReplicaLost("no replica is up to compare an adapter with its model")
+        if reason := next(filter(None, reasons.values()), ""):
+            raise ValueError(reason)
+
     # -- questions ---------------------------------------------------------------------------------------------------
 
     @property
@@ -302,25 +322,37 @@ class Dispatcher:
         return self._card
 
     def ready(self) -> bool:
-        """Return whether a replica is up. Of any role: it serves a request alone where no other may."""
-        return bool(self._connections.opened())
+        """Return whether tokens can be generated now: a replica is up, and it is not paused.
+
+        Of any role: it serves a request alone where no other may."""
+        stopped = self.fleet.table.paused | self.fleet.table.outdated
+        return self.gate.is_open and any(each.name not in stopped for each in self._connections.opened())
+
+    def has_heard_all(self) -> bool:
+        """Return whether every replica that is up has reported what it does."""
+        by_name = self.fleet.table.by_name
+        return all(name in by_name and by_name[name].live is not None for name in self._connections.names())
+
+    def check(self) -> None:
+        """Raise the error that has ended a task which this ingress cannot do without."""
+        self._connections.check()
 
     def has_roles(self, roles: Collection[Role]) -> bool:
         """Return whether a replica of each of these roles is up."""
         return {*roles} <= {each.profile.role for each in self._connections.opened()}
 
-    async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
+    async def timelines(self, request_id: str, owner: str | None) -> list[dict[str, Any]]:
         """Return the timelines of all that the client's request `request_id` led to, on all replicas, oldest first.
-        `tenant`: only that tenant's; None: all."""
-        return await self._collect("timelines", request_id, tenant)
+        `owner`: only that owner's; None: all."""
+        return await self._collect("timelines", request_id, owner)
 
-    async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:
+    async def live_requests(self, owner: str | None) -> list[dict[str, Any]]:
         """Return the requests in flight on all replicas, oldest first."""
-        return await self._collect("live_requests", tenant)
+        return await self._collect("live_requests", owner)
 
-    async def replicas(self, seen: Mapping[str, int], tenant: str | None) -> list[dict[str, Any]]:
+    async def replicas(self, seen: Mapping[str, int], owner: str | None) -> list[dict[str, Any]]:
         """Return the state of every replica, by name, and its steps after those already `seen`, by incarnation."""
-        answers = await self._ask_all("watched", seen, tenant)
+        answers = await self._ask_all("watched", seen, owner)
         return [{"replica": name, **answer} for name, answer in sorted(answers.items())]
 
     async def metrics_text(self) -> str:
@@ -365,12 +397,15 @@ class Dispatcher:
 
 async def _answer(attempt: Attempt, connection: ReplicaConnection, submission: Submission) -> None:
     """Submit a leg, and make an event of the answer in the turn in which it comes: before a loss that comes later."""
-    life, name, number = attempt.life, connection.name, attempt.number
+    life = attempt.life
+    name = connection.name
+    number = attempt.number
     try:
         sequence = await connection.client.submit(submission)
     except (Overloaded, ValueError) as refusal:
         attempt.events.put_nowait(partial(life.refused, name, number, refusal))
-    except ReplicaBroken as loss:
+    except ReplicaBroken as broken:
+        loss = type(broken)(f"replica {name} is lost: {broken}").of(name)
         attempt.events.put_nowait(partial(life.lost, name, number, loss))
     except Exception as error:
         attempt.events.put_nowait(partial(life.refused, name, number, _loss("did not take the request", name, error)))
@@ -380,10 +415,13 @@ async def _answer(attempt: Attempt, connection: ReplicaConnection, submission: S
 
 async def _ask(attempt: Attempt, connection: ReplicaConnection) -> None:
     """Ask a replica how far it is with the attempt, and make an event of the answer."""
-    life, name, number = attempt.life, connection.name, attempt.number
+    life = attempt.life
+    name = connection.name
+    number = attempt.number
     try:
         numbers = await connection.client.call("progress", life.submission.id, number)
-    except ReplicaBroken as loss:
+    except ReplicaBroken as broken:
+        loss = type(broken)(f"replica {name} is lost: {broken}").of(name)
         attempt.events.put_nowait(partial(life.lost, name, number, loss))
     except Exception as error:
         unknown = _loss("does not report what became of the request", name, error)

@@ -32,16 +32,16 @@ class Dispatchers:
         """Return whether a model can be served: others may fail, or have no replica, meanwhile."""
         return any(each.ready() for each in self._by_model.values())
 
-    async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
-        found = await self._of_all(lambda each: each.timelines(request_id, tenant))
+    async def timelines(self, request_id: str, owner: str | None) -> list[dict[str, Any]]:
+        found = await self._of_all(lambda each: each.timelines(request_id, owner))
         return sorted(found, key=lambda entry: entry["arrived"])
 
-    async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:
-        found = await self._of_all(lambda each: each.live_requests(tenant))
+    async def live_requests(self, owner: str | None) -> list[dict[str, Any]]:
+        found = await self._of_all(lambda each: each.live_requests(owner))
         return sorted(found, key=lambda entry: entry["arrived"])
 
-    async def replicas(self, seen: Mapping[str, int], tenant: str | None) -> list[dict[str, Any]]:
-        return await self._of_all(lambda each: each.replicas(seen, tenant))
+    async def replicas(self, seen: Mapping[str, int], owner: str | None) -> list[dict[str, Any]]:
+        return await self._of_all(lambda each: each.replicas(seen, owner))
 
     async def metrics_text(self) -> str:
         return await self._metrics_text.get()

@@ -4,13 +4,14 @@ from collections.abc import AsyncIterator
 from typing import Any, Literal, Protocol, TypeAlias
 
 from crossdock.workers.report.advertise import Message
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.submission import Submission
 
 RemoteMethod: TypeAlias = Literal[
     "abort",
     "assign_role",
     "call_weights",
     "catch_up",
+    "check_adapter",
     "checksums",
     "given_up",
     "live_requests",

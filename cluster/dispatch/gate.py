@@ -23,6 +23,7 @@ class Gate:
         self._inside: set[str] = set()
         self._begins, self._places = asyncio.Event(), asyncio.Event()
         self._left = asyncio.Event()  # a request has ended
+        self._is_learnt = False  # closed as replicas report, without an operator's call to this ingress
         self.open()
 
     @property
@@ -31,6 +32,7 @@ class Gate:
 
     def open(self) -> None:
         """Let requests begin and attempts be placed."""
+        self._is_learnt = False
         self._begins.set()
         self._places.set()
 
@@ -51,11 +53,21 @@ class Gate:
 
     def close(self, mode: PauseMode) -> None:
         """Let no request begin. In mode `keep`, those inside are not placed again; in mode `abort` they are `cut`."""
+        self._is_learnt = False
         self._begins.clear()
         if mode == "keep":
             self._places.clear()
         if mode == "abort":
             self.cut |= self._inside
+
+    def learn(self, *, is_paused: bool) -> None:
+        """Close because replicas report a pause that this ingress was not told of: it has begun since. Open again once
+        they report none. What an operator's call has closed stays closed."""
+        if is_paused and self.is_open:
+            self.close("keep")
+            self._is_learnt = True
+        elif not is_paused and self._is_learnt:
+            self.open()
 
     async def wait_until_empty(self) -> None:
         """Wait until all requests inside have ended."""

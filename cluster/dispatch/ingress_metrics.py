@@ -13,8 +13,8 @@ from crossdock.router.actions import ReplicaLost, SuspectRequest
 from crossdock.router.placement import Placement
 from crossdock.workers.report.timeline import prompt_length_bucket
 from crossdock.workers.report.vllm_names import OF_INGRESSES, exposition
-from crossdock.workers.schedule.request import FinishReason, TokenDelta
-from crossdock.workers.schedule.submission import Overloaded, Submission
+from crossdock.workers.schedule.request.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.request.submission import Overloaded, Submission
 
 _TTFT = (0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 _GAP = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.5, 5.0)
@@ -32,7 +32,8 @@ class IngressMetrics:
         self._vllm_model = vllm_model
         self.labelled = cache(_labelled)  # prometheus_client's own look-up costs ten times as much
         self.registry = registry = CollectorRegistry()
-        counter, histogram = partial(Counter, registry=registry), partial(Histogram, registry=registry)
+        counter = partial(Counter, registry=registry)
+        histogram = partial(Histogram, registry=registry)
         self.in_flight = Gauge("crossdock_ingress_requests", "Requests in flight.", registry=registry)
         self.started = counter("crossdock_ingress_requests_started", "Requests taken.")
         self.refused = counter("crossdock_ingress_requests_refused", "Requests answered 429.", ["slo_class"])
@@ -118,7 +119,8 @@ class RequestWatch:
 
     def read(self, delta: TokenDelta) -> None:
         """Count the tokens of a delta, which have come at once, and note whether they are the last."""
-        now, count = time.monotonic(), len(delta.token_ids)
+        now = time.monotonic()
+        count = len(delta.token_ids)
         self.num_tokens += count
         self.finish_reason = delta.finish_reason
         if self.first is None and self.predicted is not None:
@@ -147,7 +149,8 @@ class RequestWatch:
 
     def end(self) -> None:
         """Count the end, if a replica had taken the request: `finish_reason` is how it ended."""
-        metrics, slo_class = self.metrics, self.submission.slo_class
+        metrics = self.metrics
+        slo_class = self.submission.slo_class
         metrics.in_flight.dec()
         if self.finish_reason is None or not self.num_placements:
             return

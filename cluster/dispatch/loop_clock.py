@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 TICK_S = 0.2  # between two readings that are made for the clock's own sake
-_MOST_S = 1.0  # that pass between two readings, however long the process was stopped
+_MOST_S = 1.0  # most seconds between two readings, however long the process was stopped
 
 
 @dataclass(slots=True)

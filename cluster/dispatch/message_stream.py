@@ -9,7 +9,7 @@ from crossdock.router.actions import ReplicaBroken, ReplicaLost
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.answer import Answer
 from crossdock.workers.report.frames import LENGTH, SIGN_OF_LIFE, StreamAddress, read_frame, submission_frame
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.submission import Submission
 
 _CONNECT_S = 5.0
 
@@ -21,7 +21,7 @@ class MessageStream:
         self._reader = reader
         self._writer = writer
         self._numbers = count()
-        self._answers: dict[int, asyncio.Future[int]] = {}  # that are awaited, by the submission's number
+        self._answers: dict[int, asyncio.Future[int]] = {}  # awaited answers, by the submission's number
 
     @classmethod
     async def open(cls, address: StreamAddress) -> Self:

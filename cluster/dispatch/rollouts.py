@@ -4,17 +4,20 @@ import asyncio
 import logging
 import uuid
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Literal, TypeAlias
 
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.dispatch.gate import PauseMode
+from crossdock.cluster.dispatch.loops import raise_if_ended
 from crossdock.router.actions import ReplicaLost
-from crossdock.workers.schedule.weight_version import WeightVersion, unlike
+from crossdock.workers.schedule.request.weight_version import WeightVersion, unlike
 
 logger = logging.getLogger("ray.serve")
 
 HOLD_S = 1800.0  # for running requests to end
-_CATCH_UP_S = 1.0  # between two looks for replicas with old weights
+_CATCH_UP_S = 1.0  # between two looks for replicas with old weights, or that are paused
+_FIRST_REPORTS_S = 5.0  # an ingress that starts waits so long for the reports of replicas
 AskIngresses: TypeAlias = Callable[..., Awaitable[Sequence[Any]]]
 """Calls a method of every ingress, given its name, seconds and arguments. Returns the answers of those that live."""
 
@@ -30,9 +33,11 @@ class Rollouts:
     ) -> None:
         """`ask_ingresses` None: this is the only one. `server_info`: vLLM's fields that trainers read."""
         self.server_info = server_info
-        self._dispatcher, self._ask_ingresses = dispatcher, ask_ingresses
+        self._dispatcher = dispatcher
+        self._ask_ingresses = ask_ingresses
         self._turn = asyncio.Lock()
         self._catching_up: asyncio.Task[None] | None = None
+        self._was_reported = False  # a pause, by replicas, at the last look
 
     @property
     def is_paused(self) -> bool:
@@ -97,7 +102,8 @@ class Rollouts:
     async def join_group(self, init_info: Any) -> None:
         """Have every rank of every replica join the process group that a trainer opens: one place after the other."""
         async with self._turn:
-            first, arguments = 0, dict[str, Sequence[Any]]()
+            first = 0
+            arguments = dict[str, Sequence[Any]]()
             for name, count in sorted((await self._dispatcher.tell_all("num_ranks")).items()):
                 arguments[name] = "join", {"init_info": init_info, "first": first}
                 first += count
@@ -187,9 +193,36 @@ class Rollouts:
             raise ReplicaLost("no replica has the new weights: each was lost meanwhile")
         return weights
 
-    def start(self) -> None:
-        """Let replicas that have older weights than others, because they restarted, catch up from now on."""
+    async def start(self) -> None:
+        """Learn from the replicas whether generation is paused. From now on, let replicas that have older weights than
+        others, because they restarted, catch up."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(_FIRST_REPORTS_S):
+                while not self._dispatcher.has_heard_all():
+                    await asyncio.sleep(0.01)
+        self._dispatcher.gate.learn(is_paused=self._is_reported)
         self._catching_up = asyncio.create_task(self._catch_up())
+
+    @property
+    def _is_reported(self) -> bool:
+        """Return whether a replica reports that it is paused."""
+        return bool(self._dispatcher.fleet.table.paused)
+
+    def _learn_pause(self) -> None:
+        """Learn of a pause, or of its end, that this ingress was not told of.
+
+        A replica reports the end of a pause a moment after this ingress is told: one report of a pause is none."""
+        if self._turn.locked():
+            return
+        is_reported = self._is_reported
+        was_reported = self._was_reported
+        self._was_reported = is_reported
+        if is_reported == was_reported:
+            self._dispatcher.gate.learn(is_paused=is_reported)
+
+    def check(self) -> None:
+        """Raise the error that has ended what `start` began."""
+        raise_if_ended([self._catching_up])
 
     def stop(self) -> None:
         """End what `start` began."""
@@ -199,7 +232,9 @@ class Rollouts:
     async def _catch_up(self) -> None:
         while True:
             await asyncio.sleep(_CATCH_UP_S)
-            table, newest = self._dispatcher.fleet.table, self.weights
+            self._learn_pause()
+            table = self._dispatcher.fleet.table
+            newest = self.weights
             behind = [name for name in table.outdated if table.by_name[name].live is not None]
             if newest.folder and behind and not self._turn.locked():
                 arguments = {name: (tuple(newest),) for name in behind}

@@ -11,7 +11,8 @@ _Value = TypeVar("_Value")
 
 @dataclass(slots=True)
 class SharedAnswer(Generic[_Value]):
-    """Asks once at a time, and not again while the last answer is newer than `holds_s` seconds."""
+    """Asks once at a time, and not again while the last answer is newer than `holds_s` seconds. A failure is no answer:
+    the next call asks again."""
 
     ask: Callable[[], Awaitable[_Value]]
     spawn: Callable[..., "asyncio.Task[_Value]"]  # runs a coroutine outside of the HTTP request that needs it
@@ -27,7 +28,6 @@ class SharedAnswer(Generic[_Value]):
         return await asyncio.shield(self._asking)
 
     async def _ask(self) -> _Value:
-        try:
-            return await self.ask()
-        finally:
-            self._answered_at = asyncio.get_running_loop().time()
+        answer = await self.ask()
+        self._answered_at = asyncio.get_running_loop().time()
+        return answer

@@ -18,7 +18,7 @@ from crossdock.cluster.api.body.score_body import ScoreRequest
 from crossdock.cluster.api.bounds import OUTPUTS
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.own_requests import own_request
-from crossdock.cluster.api.http.tiers import Tiers
+from crossdock.cluster.api.http.service_tiers import ServiceTiers
 from crossdock.cluster.api.routes.embeddings import vector_of
 from crossdock.cluster.api.routes.generation import Generation
 from crossdock.cluster.api.routes.model_routes import ModelRoutes
@@ -94,7 +94,7 @@ class LLM:
                 LocalReplica(engine, config.model.name),
                 tokenizer,
                 config.http,
-                Tiers(config.engine.slo_classes, config.engine.default_slo_class),
+                ServiceTiers(config.engine.slo_classes, config.engine.default_slo_class),
                 GenerationDefaults.read(path, config.model.generation_config, config.model.override_generation_config),
                 EmbeddingDefaults.read(path, config.model.pooler_config),
                 media=media,
@@ -189,7 +189,8 @@ class LLM:
 
         async def one(number: int) -> EmbeddingRequestOutput:
             body = bodies[number]
-            completion, normalizes = body.completion(pooling), body.normalizes(pooling)
+            completion = body.completion(pooling)
+            normalizes = body.normalizes(pooling)
             (prompt,) = await self.routes.completions.prompts(completion, self.routes.models.card(None), 1)
             generation, (output,) = await self._outputs(completion, prompt)
             vector = vector_of(output, body.dimensions, normalizes=normalizes)

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from crossdock.workers.model.model import LoadedModel
     from crossdock.workers.replica.config import ReplicaSpec
     from crossdock.workers.replica.engine.engine import Engine
-    from crossdock.workers.replica.ranks.gang import Gang
-    from crossdock.workers.replica.ranks.rank_socket import GangAddress
+    from crossdock.workers.replica.ranks.rank_socket import WorkerGroupAddress
+    from crossdock.workers.replica.ranks.worker_group import WorkerGroup
 
 _END_S = 20.0  # for a rank to end after the driver has
 
@@ -28,25 +28,28 @@ def local_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
     if spec.num_ranks == 1:
         yield load_engine(spec)
         return
-    with _gang_engine(spec) as engine:
+    with _worker_group_engine(spec) as engine:
         yield engine
 
 
 @contextmanager
-def _gang_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
-    from crossdock.workers.model.weights.checkpoint import resolve_model
+def _worker_group_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
+    from crossdock.workers.model.weights.checkpoint import resolve_model, resolve_tokenizer
     from crossdock.workers.model.weights.weights import check_division
     from crossdock.workers.replica.engine.computing import new_engine
-    from crossdock.workers.replica.ranks.gang import Gang
+    from crossdock.workers.replica.ranks.worker_group import WorkerGroup
 
     path = resolve_model(spec.model.path)
+    tokenizer = resolve_tokenizer(spec.tokenizer, spec.model.path)
     check_division(path, spec.tensor_parallel_size, spec.pipeline_parallel_size)
     gpus = _gpus(spec)
-    gang = Gang(spec, "127.0.0.1", lambda _why: None)  # a lost rank fails the driver's next step, with the reason
-    driver = gang.position.rank
+    worker_group = WorkerGroup(
+        spec, "127.0.0.1", lambda _why: None
+    )  # a lost rank fails the driver's next step, with the reason
+    driver = worker_group.position.rank
     spawn = multiprocessing.get_context("spawn")
     followers = [
-        spawn.Process(target=_follow, args=(spec, rank, gang.address, gpus[rank]), daemon=True)
+        spawn.Process(target=_follow, args=(spec, rank, worker_group.address, gpus[rank]), daemon=True)
         for rank in range(spec.num_ranks)
         if rank != driver
     ]
@@ -54,25 +57,25 @@ def _gang_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
         for process in followers:
             process.start()
         _see_only(gpus[driver])
-        yield new_engine(_load(gang), spec.engine, path, gang=gang)
+        yield new_engine(_load(worker_group), spec.engine, tokenizer, worker_group=worker_group)
     finally:
-        gang.close()
+        worker_group.close()
         for process in followers:
             if process.pid is not None:
                 process.join(_END_S)
                 process.kill()
 
 
-def _load(gang: "Gang") -> "LoadedModel":
+def _load(worker_group: "WorkerGroup") -> "LoadedModel":
     from crossdock.workers.replica.ranks.rank_loader import RankFailed
 
     try:
-        return gang.load()
+        return worker_group.load()
     except RankFailed as error:
         raise ValueError(str(error)) from None
 
 
-def _follow(spec: "ReplicaSpec", rank: int, address: "GangAddress", gpu: str | None) -> None:
+def _follow(spec: "ReplicaSpec", rank: int, address: "WorkerGroupAddress", gpu: str | None) -> None:
     _see_only(gpu)
     from crossdock.workers.replica.serving.follower import follow
 

@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Sequence
 
 from crossdock.cluster.dispatch.dispatcher import DeltaReader, ModelCard
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.request import TokenDelta
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.request import TokenDelta
+from crossdock.workers.schedule.request.submission import Submission
 
 logger = logging.getLogger(__name__)
 _WAIT_S = 0.001  # until a step that computes nothing is tried again: pages are on their way into the pool
@@ -54,11 +54,11 @@ class LocalReplica:
         while self._deltas:
             try:
                 step = self.engine.step()
+                self._deliver(step.deltas)
             except Exception as error:
                 logger.error("the engine failed; its requests end with an error", exc_info=error)
                 self._deliver([delta for _, delta in self.engine.fail_all(f"{type(error).__name__}: {error}")])
                 return
-            self._deliver(step.deltas)
             await asyncio.sleep(0 if step.batch else _WAIT_S)
 
     def _deliver(self, deltas: Sequence[TokenDelta]) -> None:

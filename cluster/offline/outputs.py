@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 
 from crossdock.cluster.api.text.choices import Choice, Output
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.request import TokenLogprobs
+from crossdock.workers.schedule.request.request import TokenLogprobs
 
 
 @dataclass(frozen=True, slots=True)

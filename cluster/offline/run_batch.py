@@ -15,13 +15,29 @@ _OPTIONS: dict[str, tuple[Any, Any]] = {  # by parameter: the type with its opti
     "output_file": (Annotated[Path, typer.Option("--output-file", "-o", help="Where the answers go.")], ...),
     "url": (Annotated[str | None, typer.Option(help="A server that answers, in place of a model here.")], None),
     "max_concurrent": (Annotated[int, typer.Option(min=1, help="With --url: requests at once.")], 64),
-    "server_key": (Annotated[str | None, typer.Option(envvar="OPENAI_API_KEY", help="With --url: its API key.")], None),
+    "api_key": (
+        Annotated[
+            str | None,
+            typer.Option(
+                "--api-key",
+                "--server-key",
+                envvar=["CROSSDOCK_API_KEY", "OPENAI_API_KEY"],
+                help="With --url: the key that is sent to the server.",
+            ),
+        ],
+        None,
+    ),
 }
 
 
 class _Command(FlagsCommand):
     absent: ClassVar[dict[str, str]] = {
-        **{flag.name: OF_A_SERVER[flag.key] for flags in PANELS.values() for flag in flags if flag.key in OF_A_SERVER},
+        **{
+            flag.name: OF_A_SERVER[flag.key]
+            for flags in PANELS.values()
+            for flag in flags
+            if flag.key in OF_A_SERVER and flag.key != "http.api_keys"
+        },
         "--enable-metrics": "there is no /metrics: the command ends with its file",
         "--output-tmp-dir": "not needed: the output is written beside its place, and moved there when it is complete",
     }

@@ -1,5 +1,6 @@
 """Settings of an engine in this process: flags of `crossdock serve` as arguments, without those of a server."""
 
+import warnings
 from collections.abc import Mapping
 from difflib import get_close_matches
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.serve.flag_settings import configuration
 from crossdock.cluster.serve.flags import PANELS, Flag
-from crossdock.cluster.serve.other_flags import answer
+from crossdock.cluster.serve.other_flags import answer, verdict
 
 OF_A_SERVER = {
     **{f"http.{name}": "it is of a server's port" for name in ("host", "port", "root_path", "keep_alive_s")},
@@ -24,19 +25,16 @@ OF_A_SERVER = {
     **dict.fromkeys(("http.rollouts", "http.weights_folder"), "weights change in a server alone"),
     "http.batch_folder": "`crossdock run-batch` runs a file of requests",
     "engine.admission": "all prompts wait, none is refused",
+    **dict.fromkeys(("application.name", "application.route_prefix"), "it is of a server on Ray"),
     "pools": "one engine runs in this process; tensor_parallel_size and pipeline_parallel_size divide it",
     "--config": "give its settings as arguments",
     "--verbose": "use Python's logging",
 }
 _NOT_OF_SERVE = {
-    "disable_log_stats": "there is nothing to set: nothing is logged",
-    "swap_space": "use kv_cache_host_memory",
     "hf_overrides": "not supported: change the model's config.json",
-    "task": "there is nothing to set: one model makes texts and vectors",
-    "runner": "there is nothing to set: one model makes texts and vectors",
-    "tokenizer_mode": "there is nothing to set: the model's own tokenizer is used",
     "skip_tokenizer_init": "not supported: answers always have text; prompts may be token ids",
 }
+_CALLER = 3  # frames from a warning here to the call of `LLM`
 # Throughput is what counts: no stream waits for a reader, so chunks fill the step. Users' own values win.
 _BATCH = {
     "engine.default_slo_class": "batch",
@@ -49,6 +47,8 @@ _BATCH = {
 def offline_configuration(model: str | None, settings: Mapping[str, Any]) -> ClusterConfig:
     """Return the configuration that the arguments mean.
 
+    An argument of vLLM's `LLM` that is not here, and without which no answer changes, is left out with a warning.
+
     Raises:
         ValueError: an argument does not exist, belongs to a server, or has a wrong value; the message names it.
     """
@@ -60,6 +60,9 @@ def offline_configuration(model: str | None, settings: Mapping[str, Any]) -> Clu
         if value is None:
             continue
         flag = names.get(name)
+        if flag is None and (line := _left_out(name)) is not None and not settings.get("strict"):
+            warnings.warn(line, stacklevel=_CALLER)
+            continue
         if flag is None:
             raise ValueError(_unknown(name, names))
         if flag.key in OF_A_SERVER:
@@ -76,6 +79,12 @@ def _names(flag: Flag) -> list[str]:
     spellings = [flag.parameter] if flag.names is None else [*flag.names, flag.parameter]
     plain = [spelling.split("/")[0].lstrip("-").replace("-", "_") for spelling in spellings]
     return [name.lower() for name in plain]
+
+
+def _left_out(name: str) -> str | None:
+    """Return the line about an argument of vLLM's `LLM` without which no answer changes; None: it is no such one."""
+    found = None if name in _NOT_OF_SERVE else verdict(f"--{name.replace('_', '-')}")
+    return found.line(name) if found is not None and found.state in ("needless", "lost") else None
 
 
 def _unknown(name: str, names: Mapping[str, Flag]) -> str:

@@ -1,7 +1,5 @@
 """The Ray Serve application: an ingress with the OpenAI API, and one engine deployment per pool.
 
-`crossdock.cluster.serve.app:build` is the import path for `serve run`, `serve deploy` and RayService manifests.
-
 Deployments are named, not imported: only a process that runs one of them loads its libraries.
 """
 
@@ -16,7 +14,8 @@ from crossdock.cluster.dispatch.pinning import PinningRouter
 from crossdock.cluster.serve.gpus import with_num_gpus
 from crossdock.cluster.serve.own_ray.forked_replicas import runtime_env
 
-APP_NAME = "crossdock"
+APP_NAME = "crossdock"  # unless application.name is another
+INGRESS_NAME = "ingress"
 INGRESS = "crossdock.cluster.serve.ingress.ServedIngress"
 SCALER = "crossdock.cluster.serve.scaler.Scaler"
 REPLICA: Any = "crossdock.workers.replica.serving.replica.Replica"
@@ -25,23 +24,27 @@ _ENDING_S = 5.0  # after the drain of an ingress, until Serve ends its process
 _TINY_BUNDLE = 0.001  # CPUs; Ray accepts no bundle without resources
 
 
-def build(args: ClusterConfig) -> serve.Application:
-    """Return the application of a configuration. Serve validates a mapping against `ClusterConfig`.
+def application(args: ClusterConfig, version: str | None = None, has_gpus: bool | None = None) -> serve.Application:
+    """Return the application of a configuration.
 
-    Where `num_gpus` is null, the pool's ranks have a GPU each if Ray's cluster has any now.
+    Where `num_gpus` is null, the pool's ranks have a GPU each if `has_gpus`; None: if Ray's cluster has any now.
+    `version`: by which Serve tells this ingress deployment from another one of this name; None: Serve chooses.
     """
-    num_gpus = visible_gpus()
-    models = [with_num_gpus(each, num_gpus > 0).with_slow_promises() for each in args.each_model]
+    if has_gpus is None:
+        has_gpus = visible_gpus() > 0
+    models = [with_num_gpus(each, has_gpus).with_slow_promises() for each in args.each_model]
     pools = [(each, pool) for each in models for pool in each.pools]
     engines = {pool.name: engine_deployment(each, pool) for each, pool in pools}
     ingress = serve.deployment(
-        name="ingress",
+        name=INGRESS_NAME,
         num_replicas=args.http.replicas,
         max_ongoing_requests=_NEVER_QUEUE,
         ray_actor_options={"num_cpus": 0, **runtime_env("ingress")},
         graceful_shutdown_timeout_s=args.http.drain_timeout_s + _ENDING_S,
         graceful_shutdown_wait_loop_s=0.1,
     )(INGRESS)
+    if version is not None:
+        ingress = ingress.options(version=version, _internal=True)
     if not args.is_elastic:
         return ingress.bind(models, engines)
     scaler = serve.deployment(name="scaler", num_replicas=1, ray_actor_options={"num_cpus": 0})(SCALER)

@@ -2,17 +2,19 @@
 
 import json
 from collections import deque
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, ClassVar
 
 import typer
-import yaml
-from typer.core import TyperCommand
 
 from crossdock.cluster.config import ClusterConfig
-from crossdock.cluster.serve.other_flags import answer
+from crossdock.cluster.config_file import gone_setting
+from crossdock.cluster.help_pages import HelpCommand, asks_for_help
+from crossdock.cluster.serve.adopted import Adopted, Part, adopt, value_of, without_words_of_others
+from crossdock.cluster.serve.other_flags import answer, takes_several, takes_value
+from crossdock.cluster.yaml_text import read_yaml
 
 _MODEL = ("--model", "--model-path")  # other ways to give MODEL
 _LISTS = (
@@ -25,24 +27,57 @@ _FILE = ("--config", "-c")
 _NONE: Mapping[str, str] = MappingProxyType({})
 _SWITCHES = {"true": True, "false": False}
 
-_Part: TypeAlias = tuple[str, list[str]]  # an option's name, "" for an argument, and the words of the command line
+_STRICT = "--strict"
+_USAGE_ERROR: Any = typer.BadParameter.__base__  # of all mistakes that the parser finds; typer does not export its name
 
 
-class FlagsCommand(TyperCommand):
+class FlagsCommand(HelpCommand):
     """A command that understands other servers' command lines, and answers flags that it does not have."""
 
     absent: ClassVar[Mapping[str, str]] = _NONE
     """Flags that `crossdock serve` has and this command does not, with the reason."""
+    configure: ClassVar[Callable[[Mapping[str, Any]], object] | None] = None
+    """Reads the values of the flags; its ValueError has a line for each that is wrong."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the translated arguments. Ends the command with status 2 and one line for each flag of others."""
+        """Parse the translated arguments, and print a line for each flag that is not as it was written.
+
+        Ends the command with status 2 and a line for each mistake of the line, all of them together.
+        """
+        if asks_for_help(args):
+            return super().parse_args(ctx, args)
         try:
-            args = translated(args, self._arity(ctx), self.absent)
+            line = translated(args, self._arity(ctx), self.absent)
         except ValueError as error:
-            for line in str(error).splitlines():
-                typer.echo(f"error: {line}", err=True)
-            raise typer.Exit(2) from None
-        return super().parse_args(ctx, args)
+            line = Adopted(errors=str(error).splitlines())
+        words = [word for _, words in line.parts for word in words]
+        try:
+            rest = super().parse_args(ctx, words)
+        except _USAGE_ERROR as error:
+            if not line.errors:
+                raise
+            line.errors.append(error.format_message())
+        else:
+            if line.errors:
+                line.errors += self._wrong_values(ctx.params)
+        for note in line.notes:
+            typer.echo(f"{typer.style('warning:', fg='yellow')} {note}", err=True)
+        for mistake in dict.fromkeys(line.errors):
+            typer.echo(f"{typer.style('error:', fg='red')} {mistake}", err=True)
+        if line.errors:
+            raise typer.Exit(2)
+        return rest
+
+    def _wrong_values(self, values: Mapping[str, Any]) -> list[str]:
+        """Return a line for each wrong value among the flags that exist here."""
+        configure = type(self).configure
+        if configure is None:
+            return []
+        try:
+            configure(values)
+        except ValueError as error:
+            return str(error).splitlines()
+        return []
 
     def _arity(self, ctx: Any) -> dict[str, bool]:
         """Return the names of all options, and whether a value follows them."""
@@ -54,12 +89,12 @@ class FlagsCommand(TyperCommand):
         }
 
 
-def translated(args: Sequence[str], arity: Mapping[str, bool], absent: Mapping[str, str] = _NONE) -> list[str]:
-    """Return the arguments of a command line in our own forms.
+def translated(args: Sequence[str], arity: Mapping[str, bool], absent: Mapping[str, str] = _NONE) -> Adopted:
+    """Return a command line in our own forms, and what is said about the flags of others in the line.
 
-    Understood are `--max_model_len`, `--model NAME`, several values after one flag where MODEL stands before it,
-    `--flag=false`, `--flag.part VALUE` for a part of a JSON value, and a file of flags (`--config` of vLLM and SGLang),
-    over which flags win.
+    Understood are `--max_model_len`, `--max-model` for a name that begins so, `--model NAME`, several values after one
+    flag where MODEL stands before it, `--flag=false`, `--flag.part VALUE` for a part of a JSON value, and a file of
+    flags (`--config` of vLLM and SGLang), over which flags win.
 
     Args:
         args: the words after the subcommand.
@@ -67,11 +102,11 @@ def translated(args: Sequence[str], arity: Mapping[str, bool], absent: Mapping[s
         absent: flags that the command does not have, with the reason.
 
     Raises:
-        ValueError: flags of vLLM or SGLang that do not exist here; the message has a line for each. Or a second MODEL.
+        ValueError: a second MODEL, or parts of a JSON value that contradict each other.
     """
     parts = list(_parts(args, arity))
     for name, words in parts:
-        if name in _FILE and (flags := _flags_in(Path(_value(words)).expanduser(), arity)) is not None:
+        if name in _FILE and (flags := _flags_in(Path(value_of(words) or "").expanduser(), arity)) is not None:
             given = {other for other, _ in parts}
             others = [part for part in parts if part[0] not in _FILE]
             from_file = [
@@ -79,14 +114,21 @@ def translated(args: Sequence[str], arity: Mapping[str, bool], absent: Mapping[s
             ]
             parts = [*from_file, *others]
             break
-    unknown = [name for name, _ in parts if name and name.partition(".")[0] not in arity]
-    lines = [f"{name}: {absent[name]}" if name in absent else answer(name) for name in unknown]
-    missing = [line for line in lines if line is not None]
-    if missing:
-        raise ValueError("\n".join(dict.fromkeys(missing)))
-    if not unknown:  # else a word may be the value of an unknown flag
-        _require_one_model([words[0] for name, words in parts if not name])
-    return [word for _, words in _with_parts_joined(parts) for word in words]
+    is_strict = any(name == _STRICT for name, _ in parts)
+    line = adopt(parts, arity, absent, is_strict=is_strict)
+    if all(option in arity or option in takes_value() for option in _options(parts)):
+        _require_one_model([words[0] for name, words in line.parts if not name])
+    line.parts = list(_with_parts_joined(line.parts))
+    if not is_strict:
+        kept = without_words_of_others(line.parts)
+        line.parts = kept.parts
+        line.notes += kept.notes
+    return line
+
+
+def _options(parts: Sequence[Part]) -> Iterator[str]:
+    """Yield the names of the options, without the path into a JSON value."""
+    yield from (name.partition(".")[0] for name, _ in parts if name)
 
 
 def _require_one_model(models: Sequence[str]) -> None:
@@ -94,9 +136,10 @@ def _require_one_model(models: Sequence[str]) -> None:
         raise ValueError(f"{models[1]!r}: MODEL is {models[0]!r} already")
 
 
-def _parts(args: Sequence[str], arity: Mapping[str, bool]) -> Iterator[_Part]:
+def _parts(args: Sequence[str], arity: Mapping[str, bool]) -> Iterator[Part]:
     """Divide the words of a command line into options with their values, and arguments."""
-    words, has_model = deque(args), False
+    words = deque(args)
+    has_model = False
     list_name = ""  # option of which the word before was a value, and another may follow
     while words:
         word = words.popleft()
@@ -112,20 +155,30 @@ def _parts(args: Sequence[str], arity: Mapping[str, bool]) -> Iterator[_Part]:
             continue
         head, equals, value = word.partition("=")
         name = _canonical(head, arity)
-        takes_value = arity.get(name.partition(".")[0], name in _MODEL)
-        rest = [value] if equals else [words.popleft()] if takes_value and words else []
-        list_name = name if name in _LISTS and has_model else ""
+        option = name.partition(".")[0]
+        has_value = arity.get(option, option in _MODEL or takes_value().get(option))
+        is_unknown = has_value is None
+        if is_unknown:  # after MODEL, a word without a dash is the value of the flag
+            has_value = has_model and bool(words) and not words[0].startswith("-")
+        if head.startswith("-O") and len(head) > len("-O"):
+            equals = "="
+            value = head.removeprefix("-O")  # -O3
+        rest = [value] if equals else [words.popleft()] if has_value and words else []
+        may_go_on = name in _LISTS or name in takes_several() or is_unknown
+        list_name = name if may_go_on and has_model else ""
         if name in _MODEL:
             if not rest:
                 raise ValueError(f"{name}: a hub name or a directory must follow")
             has_model = True
             yield "", rest
-        elif takes_value and rest:
+        elif has_value and rest:
             yield name, [f"{name}={rest[0]}"] if name.startswith("--") else [name, rest[0]]
-        elif name in arity and not takes_value:
+        elif name in arity and not has_value:
             if not rest and words and words[0].lower() in _SWITCHES:  # as older vLLM wrote it
                 rest = [words.popleft()]
             yield name, _switched(name, rest, arity)
+        elif rest:
+            yield name, [f"{name}={rest[0]}"]
         else:
             yield name, [name]
 
@@ -148,11 +201,20 @@ def _canonical(head: str, arity: Collection[str]) -> str:
     if not head.startswith("--"):
         return "-O" if head.startswith("-O") else head.partition(".")[0]
     name, dot, path = head[2:].partition(".")
-    name = "--" + name.replace("_", "-")
+    name = _full("--" + name.replace("_", "-"), arity)
     return name + dot + path if name in arity else name
 
 
-def _with_parts_joined(parts: Sequence[_Part]) -> Iterator[_Part]:
+def _full(name: str, arity: Collection[str]) -> str:
+    """Return the one name that begins with this one; this name if it exists, or several or none begin with it."""
+    names = {*arity, *takes_value(), *_MODEL}
+    if name in names or gone_setting(name) is not None:
+        return name
+    longer = [each for each in names if each.startswith(name)]
+    return longer[0] if len(longer) == 1 else name
+
+
+def _with_parts_joined(parts: Sequence[Part]) -> Iterator[Part]:
     """Yield the options, and in place of those for parts of a JSON value (--a.b 1 --a.c.d x) one with the whole."""
     wholes: dict[str, Any] = {}
     for name, words in parts:
@@ -164,14 +226,14 @@ def _with_parts_joined(parts: Sequence[_Part]) -> Iterator[_Part]:
                 inside = inside.setdefault(key, {}) if isinstance(inside, dict) else None
             if not isinstance(inside, dict):
                 raise ValueError(f"{name}: a part of a value that is given as a whole, too")
-            inside[last] = _json_or_text(_value(words))
+            inside[last] = _json_or_text(value_of(words) or "")
     yield from ((name, words) for name, words in parts if "." not in name and name not in wholes)
     yield from ((option, [f"{option}={json.dumps(whole)}"]) for option, whole in wholes.items())
 
 
-def _object_in(option: str, parts: Sequence[_Part]) -> dict[str, Any]:
+def _object_in(option: str, parts: Sequence[Part]) -> dict[str, Any]:
     """Return the JSON object that is given for an option as a whole; an empty one if there is none."""
-    given: Any = next((_json_or_text(_value(words)) for name, words in parts if name == option), {})
+    given: Any = next((_json_or_text(value_of(words) or "") for name, words in parts if name == option), {})
     if not isinstance(given, dict):
         raise ValueError(f"{option}: {given!r} is not a JSON object, and a part of one is given, too")
     return given
@@ -188,15 +250,11 @@ def _is_number(word: str) -> bool:
     return word[1:].replace(".", "", 1).isdigit()
 
 
-def _value(words: Sequence[str]) -> str:
-    return words[-1].partition("=")[2] if len(words) == 1 else words[-1]
-
-
 def _flags_in(path: Path, arity: Mapping[str, bool]) -> list[str] | None:
     """Return the flags in a file of flags: {max-model-len: 8192}. None: it is a configuration of ours, or no YAML."""
     try:
-        data = yaml.safe_load(path.read_text())
-    except (OSError, ValueError, yaml.YAMLError):
+        data = read_yaml(path.read_text())
+    except (OSError, ValueError):
         return None  # `configuration` says what is wrong
     if not isinstance(data, dict) or any(_is_section(name, value) for name, value in data.items()):
         return None

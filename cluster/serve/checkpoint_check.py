@@ -1,6 +1,7 @@
 """Check a checkpoint by its files alone, before Ray starts and without torch."""
 
 from collections.abc import Mapping
+from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,6 +13,7 @@ from crossdock.workers.model.weights.untrusted import check_index, read_config_f
 
 _TOKENIZERS = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")  # files of which one is enough
 
+_TASKS = ("CAUSAL_LM", "IMAGE_TEXT_TO_TEXT")  # of transformers' tables of classes
 _SIZES = ("model_type", "vocab_size", "hidden_size", "num_hidden_layers", "num_key_value_heads")
 _MEANINGS = ("num_attention_heads", "head_dim", "intermediate_size", "rope_theta", "rms_norm_eps")  # if in both
 
@@ -36,6 +38,11 @@ def check_checkpoint(folder: Path, *, needs_tokenizer: bool = True, quantization
             f"model: {file} has model_type {kind!r}, which transformers {version('transformers')} does not know; "
             "models that bring code of their own are not served (docs/models.md)"
         )
+    if not _generates_text(kind):
+        raise ValueError(
+            f"model: {file} has model_type {kind!r}, for which transformers {version('transformers')} has no model "
+            "that generates text (AutoModelForCausalLM, AutoModelForImageTextToText); docs/models.md has what is served"
+        )
     scheme = scheme_at(folder)
     check_asked(quantization, scheme)
     if needs_tokenizer and not any(file for pattern in _TOKENIZERS for file in folder.glob(pattern)):
@@ -49,7 +56,7 @@ def require_same_model(folder: Path, other: Path) -> None:
     Raises:
         ValueError: a size, or what a vector means, differs; the message names the field.
     """
-    ours, theirs = (_decoder(read_config_file(each)) for each in (folder, other))
+    ours, theirs = (decoder_fields(read_config_file(each)) for each in (folder, other))
     for field in (*_SIZES, *(field for field in _MEANINGS if field in ours and field in theirs)):
         if ours.get(field) != theirs.get(field):
             raise ValueError(
@@ -58,8 +65,8 @@ def require_same_model(folder: Path, other: Path) -> None:
             )
 
 
-def _decoder(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a configuration, those of its decoder in place of its own."""
+def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json. Fields of its decoder, which is `text_config`, win over outer fields."""
     inner = [config.get(name) for name in ("text_config", "llm_config")]
     return {**config, **{field: value for each in inner if isinstance(each, dict) for field, value in each.items()}}
 
@@ -72,8 +79,21 @@ def describe_weights(folder: Path, scheme: Scheme) -> str:
 
 def _is_known(kind: str) -> bool:
     """Report whether transformers names a model type in its tables, without the seconds that importing them takes."""
+    return any(f"{quote}{kind}{quote}" in text for text in _tables().values() for quote in "'\"")
+
+
+def _generates_text(kind: str) -> bool:
+    """Report whether transformers' tables have a class for a model type that predicts tokens."""
+    text = _tables()["modeling_auto.py"]
+    parts = [text.partition(f"\nMODEL_FOR_{task}_MAPPING_NAMES = ")[2].partition("\n)\n")[0] for task in _TASKS]
+    return any(f'("{kind}", ' in part for part in parts) or not all(parts)
+
+
+@lru_cache
+def _tables() -> dict[str, str]:
+    """Return the texts of transformers' files that list its model types, by the files' names."""
     found = find_spec("transformers")
     assert found is not None
     assert found.origin is not None
-    tables = (Path(found.origin).parent / "models" / "auto").glob("*_*.py")
-    return any(f"{quote}{kind}{quote}" in table for table in map(Path.read_text, tables) for quote in "'\"")
+    files = (Path(found.origin).parent / "models" / "auto").glob("*_*.py")
+    return {file.name: file.read_text() for file in files}

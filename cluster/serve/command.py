@@ -5,7 +5,6 @@ import os
 import socket
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -14,22 +13,23 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from crossdock.cluster.api.http.http_config import OPEN_TO_OTHERS
-from crossdock.cluster.config import ClusterConfig, PoolConfig
+from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import to_yaml
-from crossdock.cluster.serve.checkpoint_check import check_checkpoint, describe_weights, require_same_model
+from crossdock.cluster.serve.address import Address
 from crossdock.cluster.serve.flag_settings import configuration
 from crossdock.cluster.serve.flags import takes_flags
-from crossdock.cluster.serve.memory import used_by_family
-from crossdock.cluster.serve.other_flags import unread_variables
+from crossdock.cluster.serve.gpus import gpus_here
+from crossdock.cluster.serve.machine_paths import require_absolute_paths
+from crossdock.cluster.serve.other_flags import require_no_unread_key, unread_variables
 from crossdock.cluster.serve.own_ray.forked_replicas import fork_none
+from crossdock.cluster.serve.preparation import prepare, require_devices
 from crossdock.cluster.serve.ray_environment import is_local
 from crossdock.cluster.serve.stop_signals import ending_at_once
 from crossdock.cluster.serve.summary import summary
-from crossdock.workers.model.memory.host_memory import free_on_host
-from crossdock.workers.model.weights.scheme import Scheme
+from crossdock.workers.model.memory.host_memory import free_on_host, used_by_family
 
 
-@takes_flags
+@takes_flags(configuration)
 def serve(**flags: Any) -> None:
     """Serve a model behind an OpenAI API, on this machine or on the cluster that RAY_ADDRESS names."""
     with ending_at_once():
@@ -38,16 +38,22 @@ def serve(**flags: Any) -> None:
             _warn(line)
         with _errors_without_traceback():
             config = configuration(flags)
+            if not config.http.needs_key:
+                require_no_unread_key(os.environ)
             if is_local():
                 _require_free(config.http.host, config.http.port)
+            else:
+                require_absolute_paths(config)
         if config.http.is_open_to_others:
             _warn(OPEN_TO_OTHERS % (config.http.host, config.http.port))
         if all(each.is_emulated for each in config.each_model):
             fork_none()  # emulated replicas need nothing of what is imported there
         if is_local():
             with _errors_without_traceback():
+                num_gpus = gpus_here()
                 for each in config.each_model:
-                    _prepare_model(each, console)
+                    _prepare_model(each, console, has_gpus=num_gpus > 0)
+                require_devices(config, num_gpus)
         console.print(f"[dim]Starting: {_describe_pools(config)} …[/dim]")
         _serve_until_stopped(config, console, is_verbose=bool(flags["verbose"]))
 
@@ -63,21 +69,29 @@ def _serve_until_stopped(config: ClusterConfig, console: Console, *, is_verbose:
     def starting(part: str) -> None:
         bar.update(task, description=part, completed=lifetime.STARTING.index(part))
 
-    def started(replicas: list[dict[str, Any]]) -> None:
+    def started(replicas: list[dict[str, Any]], address: Address) -> None:
         bar.stop()
         memory = (used_by_family(os.getpid()), free_on_host()) if is_local() else (None, None)
         for line in summary(replicas, *memory):
             console.print(escape(line))
-        _announce(config, console)
+        if address.warning and not config.http.is_open_to_others:  # else it stands above
+            _warn(address.warning)
+        _announce(config, address, console)
 
     def stopping() -> None:
         bar.stop()
         console.print("[dim]Stopping …[/dim]")
 
+    def tell(line: str) -> None:
+        console.print(f"[dim]{escape(line)}[/dim]")
+
+    def show(text: str) -> None:
+        bar.update(task, description=escape(text or lifetime.STARTING[-1]))
+
     if not is_verbose:
         lifetime.quieten()
     try:
-        lifetime.serve_forever(config, starting, started, stopping)
+        lifetime.serve_forever(config, starting, started, stopping, tell, show)
     except lifetime.StartFailed as error:
         bar.stop()
         _print_error(error)
@@ -86,7 +100,7 @@ def _serve_until_stopped(config: ClusterConfig, console: Console, *, is_verbose:
         bar.stop()
 
 
-@takes_flags
+@takes_flags(configuration)
 def show_config(**flags: Any) -> None:
     """Print the configuration that the same flags give to `serve`, every setting with its description."""
     with _errors_without_traceback():
@@ -123,54 +137,12 @@ def _require_free(host: str, port: int) -> None:
             raise ValueError(f"cannot listen on {host} port {port}: {error.strerror}; see --host and --port") from None
 
 
-def _prepare_model(config: ClusterConfig, console: Console) -> None:
+def _prepare_model(config: ClusterConfig, console: Console, *, has_gpus: bool) -> None:
     """Fetch or convert the model here, where progress and errors are seen, before any replica needs it."""
-    from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
-    from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
-    from crossdock.workers.model.weights.checkpoint import resolve_model
-
     with console.status(f"Preparing {escape(config.model.name)}: the first time it is fetched or converted …"):
-        path = resolve_model(config.model.path, needs_weights=not config.is_emulated)
-        is_tokenizer_beside = config.model.tokenizer is None
-        quantization = config.engine.quantization
-        scheme = check_checkpoint(path, needs_tokenizer=is_tokenizer_beside, quantization=quantization)
-        GenerationDefaults.read(path, config.model.generation_config, config.model.override_generation_config)
-        EmbeddingDefaults.read(path, config.model.pooler_config)
-        if config.model.tokenizer is not None or config.model.chat_template is not None:
-            from crossdock.cluster.serve.tokenizer import load_tokenizer
-
-            load_tokenizer(path, config.model)
-        weights = "no weights: its devices are emulated" if config.is_emulated else describe_weights(path, scheme)
-        lines = [f"Model: {path}: {weights}"]
-        for pool in config.pools:
-            folder = path
-            if pool.checkpoint is not None:
-                folder, own = _checkpoint_of(pool, path, config)
-                lines.append(f"Pool {pool.name}: {folder}: {describe_weights(folder, own)}")
-            if pool.num_ranks > 1:
-                from crossdock.workers.model.weights.weights import check_division
-
-                check_division(folder, pool.tensor_parallel_size, pool.pipeline_parallel_size)
+        lines = prepare(config, has_gpus=has_gpus)
     for line in lines:
         console.print(f"[dim]{escape(line)}[/dim]")
-
-
-def _checkpoint_of(pool: PoolConfig, path: Path, config: ClusterConfig) -> tuple[Path, Scheme]:
-    """Return the directory of a pool's own weights, and how they are stored.
-
-    Raises:
-        ValueError: they are not of the model in `path`, or not read; the message names the pool.
-    """
-    from crossdock.workers.model.weights.checkpoint import resolve_model
-
-    quantization = (pool.engine or config.engine).quantization
-    try:
-        folder = resolve_model(pool.checkpoint)
-        scheme = check_checkpoint(folder, needs_tokenizer=False, quantization=quantization)
-        require_same_model(path, folder)
-    except ValueError as error:
-        raise ValueError(f"pools: checkpoint of {pool.name!r}: {error}") from None
-    return folder, scheme
 
 
 def _describe_pools(config: ClusterConfig) -> str:
@@ -181,17 +153,17 @@ def _describe_pools(config: ClusterConfig) -> str:
     )
 
 
-def _announce(config: ClusterConfig, console: Console) -> None:
-    host = "127.0.0.1" if config.http.host in ("0.0.0.0", "::") else config.http.host
-    url = f"http://[{host}]:{config.http.port}" if ":" in host else f"http://{host}:{config.http.port}"
+def _announce(config: ClusterConfig, address: Address, console: Console) -> None:
     names = [each.model.name for each in config.each_model]
     served = escape(", ".join(names))
-    console.print(f"[bold green]Crossdock[/bold green] serves [bold]{served}[/bold] at {url}/v1")
+    url = address.url
+    on_node = f" of node {address.node}" if address.node else ""
+    console.print(f"[bold green]Crossdock[/bold green] serves [bold]{served}[/bold] at {url}/v1{on_node}")
     model = f'"model": "{names[0]}", ' if config.models else ""
     body = f'{{{model}"messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
     key = " -H 'Authorization: Bearer KEY'" if config.http.needs_key else ""
     ask = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
     console.print(f"[dim]Ask: {escape(ask)}[/dim]")
-    flag = "" if config.http.port == 8000 and host == "127.0.0.1" else f" --url {url}"
+    flag = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
     console.print(f"[dim]Talk to it: crossdock chat{flag}   Watch it: crossdock top{flag}   Stop: Ctrl-C[/dim]")
     console.print(f"[dim]Dashboard: {url}/dashboard[/dim]")

@@ -1,63 +1,115 @@
 """The configuration that given flags mean: the settings of each, and what flags say together."""
 
+import contextlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
-
-import yaml
 
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.flags import PANELS
+from crossdock.cluster.yaml_text import read_yaml
 
 
 def configuration(given: Mapping[str, Any]) -> ClusterConfig:
     """Return the configuration that the flags mean: the file's settings, flags over them, `--set` over flags.
 
     Raises:
-        ValueError: a flag or a setting is wrong; the message names it.
+        ValueError: flags or settings are wrong; the message has a line for each, which names it.
     """
     flags = [flag for panel in PANELS.values() for flag in panel]
-    values = {flag.key: flag.value(given[flag.parameter]) for flag in flags if given[flag.parameter] not in (None, [])}
-    file, settings = values.pop("--config", None), dict(_parse_setting(text) for text in values.pop("--set", ()))
+    mistakes = _Mistakes()
+    values: dict[str, Any] = {}
+    for flag in flags:
+        if given[flag.parameter] not in (None, [], ()):
+            with mistakes.kept():
+                values[flag.key] = flag.value(given[flag.parameter])
+    file = values.pop("--config", None)
+    settings: dict[str, object] = {}
+    for text in values.pop("--set", ()):
+        with mistakes.kept():
+            key, value = _parse_setting(text)
+            settings[key] = value
     names = {flag.key: flag.name for flag in flags if flag.key in values and flag.key not in settings}
-    return load(file, _overrides(values) | settings, names)
+    overrides = _overrides(values, mistakes)
+    with mistakes.kept():
+        config = load(file, overrides | settings, names)
+    mistakes.end()
+    return config
 
 
-def _overrides(values: dict[str, Any]) -> dict[str, object]:
-    """Return the settings that flags mean, by dotted name. `values`: the given flags, by their key in the table."""
-    values.pop("--verbose", None)  # about the output of the command alone
+class _Mistakes:
+    """The lines of what is wrong in a command line, so that all of them are seen together."""
+
+    def __init__(self) -> None:
+        self._lines: list[str] = []
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Keep the message of a ValueError, and go on behind the block."""
+        try:
+            yield
+        except ValueError as error:
+            self._lines += str(error).splitlines()
+
+    def end(self) -> None:
+        """Raise a ValueError with all lines that were kept, if there are any."""
+        if self._lines:
+            raise ValueError("\n".join(dict.fromkeys(self._lines)))
+
+
+def _overrides(values: dict[str, Any], mistakes: _Mistakes) -> dict[str, object]:
+    """Return the settings that flags mean, by dotted name, without those of flags that are wrong.
+
+    `values`: the given flags, by their key in the table.
+    """
+    for about_the_command in ("--verbose", "--strict"):
+        values.pop(about_the_command, None)
     size = values.pop("--chunked-prefill-size", None)
-    if size is not None:
-        values |= _chunked_prefill(size, values)
+    with mistakes.kept():
+        if size is not None:
+            values |= _chunked_prefill(size, values)
     if names := values.get("model.served_name"):
         values["model.served_name"] = names[0]
         values |= {"http.model_aliases": names[1:]} if names[1:] else {}
     for key in _FLAG_OF:
-        if key in values:
-            values[key] = [member for each in values[key] for member in _listed(each, _FLAG_OF[key])]
-    if modules := values.get("model.lora_modules"):
-        values["model.lora_modules"] = dict(map(_lora_module, modules))
-        values.setdefault("engine.enable_lora", True)  # as SGLang does
-    if (revision := values.pop("--revision", None)) is not None:
-        values["model.path"] = _at_revision(values.get("model.path"), revision)
-    if "pools" in values:
-        values["pools"] = _parse_pools(values["pools"])
-    if (device := values.pop("--device", None)) is not None:
-        emulated, _, profile = device.partition(":")
-        if emulated == "emulated":
-            values["pools.*.emulated"] = profile
-        else:
-            values["pools.*.num_gpus"] = _gpus_of(device)
+        listed = values.pop(key, None)
+        with mistakes.kept():
+            if listed is not None:
+                values[key] = [member for each in listed for member in _listed(each, _FLAG_OF[key])]
+    modules = values.pop("model.lora_modules", None)
+    with mistakes.kept():
+        if modules:
+            values["model.lora_modules"] = dict(map(_lora_module, modules))
+            values.setdefault("engine.enable_lora", True)  # as SGLang does
+    revision = values.pop("--revision", None)
+    with mistakes.kept():
+        if revision is not None:
+            values["model.path"] = _at_revision(values.get("model.path"), revision)
+    pools = values.pop("pools", None)
+    with mistakes.kept():
+        if pools is not None:
+            values["pools"] = _parse_pools(pools)
+    device = values.pop("--device", None)
+    with mistakes.kept():
+        if device is not None:
+            values |= _of_device(device)
     return values
+
+
+def _of_device(device: str) -> dict[str, object]:
+    """Return the settings that `--device` means."""
+    emulated, _, profile = device.partition(":")
+    return {"pools.*.emulated": profile} if emulated == "emulated" else {"pools.*.num_gpus": _gpus_of(device)}
 
 
 def _chunked_prefill(size: int, values: Mapping[str, Any]) -> dict[str, object]:
     """Return the settings that `--chunked-prefill-size` means. ValueError: flags in `values` contradict it."""
     flag = f"--chunked-prefill-size {size}"
-    budget, enabled = values.get("engine.max_num_batched_tokens"), values.get("engine.enable_chunked_prefill")
+    budget = values.get("engine.max_num_batched_tokens")
+    enabled = values.get("engine.enable_chunked_prefill")
     if size == -1:
         if enabled:
             raise ValueError(f"{flag} switches chunks off and --enable-chunked-prefill on; give one of them")
@@ -137,6 +189,6 @@ def _parse_setting(text: str) -> tuple[str, object]:
     if not equals:
         raise ValueError(f"--set: {text!r} is not of the form KEY=VALUE, e.g. engine.max_num_seqs=64")
     try:
-        return key.strip(), yaml.safe_load(value)
-    except yaml.YAMLError:
+        return key.strip(), read_yaml(value)
+    except ValueError:
         raise ValueError(f"--set: the value of {key} is not YAML: {value!r}") from None

@@ -34,7 +34,7 @@ class Flag:
     kind: Any = None  # type that typer parses
     metavar: str | None = None
     envvar: str | None = None
-    show_default: str | bool = True
+    show_default: str | None = None  # where the default is none of the setting
 
     @property
     def parameter(self) -> str:
@@ -45,16 +45,17 @@ class Flag:
         """Return the command's parameter as typer reads it."""
         field = field_at(self.key.split("."))
         kind, metavar = (self.kind, None) if field is None else _parsed_type(self.kind or field.annotation)
-        text = self.help or (field.description if field is not None else None)
+        text = self.help or (None if field is None else _without_null(field.description or ""))
         info: Any
         if self.names == ("MODEL",):
-            info = typer.Argument(help=text, show_default=self.show_default)
+            info = typer.Argument(help=text, show_default=self._default())
         else:
             info = typer.Option(
                 *self._names(),
                 help=text,
                 metavar=metavar if self.metavar is None else self.metavar,
                 envvar=self.envvar,
+                show_default=self._default(),
                 rich_help_panel=panel,
             )
         annotation = Annotated[kind | None, info]  # type: ignore[valid-type]  # made here, for typer alone to read
@@ -88,6 +89,20 @@ class Flag:
                 raise ValueError(f"{self.name}: {text!r} is not JSON") from None
         return text
 
+    def _default(self) -> str | bool:
+        """Return the default as the help shows it; False: none, or the model or the machine decides."""
+        if isinstance(self.show_default, str):
+            return self.show_default
+        field = field_at(self.key.split("."))
+        default = None if field is None else field.get_default(call_default_factory=True)
+        if default is None or isinstance(default, BaseModel | list | tuple | dict):
+            return False
+        if isinstance(default, bool):
+            return "on" if default else "off"
+        if _required(field.annotation) is ByteSize and default > 0:  # type: ignore[union-attr]  # it has a default
+            return ByteSize(default).human_readable().replace(".0", "")
+        return str(default)
+
     @property
     def name(self) -> str:
         """The flag as users write it, for errors."""
@@ -111,7 +126,7 @@ class Flag:
 
 
 PANELS: dict[str, tuple[Flag, ...]] = {
-    "Model": (
+    "Everyday": (
         Flag("model.path", ("MODEL",), show_default="SmolLM2"),
         Flag(
             "model.served_name",
@@ -119,6 +134,31 @@ PANELS: dict[str, tuple[Flag, ...]] = {
             kind=list[str],
             help="Name of the model for clients; given again: further names.",
         ),
+        Flag("model.max_model_len"),
+        Flag(
+            "pools.*.tensor_parallel_size",
+            ("--tensor-parallel-size", "--tp-size", "--tp", "-tp"),
+            help="Ranks that divide every layer of a replica, in all pools.",
+        ),
+        Flag(
+            "pools",
+            kind=str,
+            metavar="NAME=REPLICAS[xtpN][xppN],…",
+            help="Pools of replicas, by name, and their ranks: mixed=2, or prefill=2xtp1,decode=1xtp2.",
+        ),
+        Flag("engine.gpu_memory_utilization"),
+        Flag("http.host"),
+        Flag("http.port"),
+        Flag(
+            "http.api_keys",
+            ("--api-key",),
+            kind=list[str],
+            help="Key that clients must send; given again: any of them.",
+            envvar="CROSSDOCK_API_KEY",
+        ),
+        Flag("--config", ("--config", "-c"), kind=Path, help="YAML file; flags win over it."),
+    ),
+    "Model": (
         Flag("--revision", kind=str, metavar="REVISION", help="Revision of a hub MODEL: MODEL@REVISION says the same."),
         Flag("model.tokenizer"),
         Flag("model.chat_template"),
@@ -136,7 +176,6 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("http.tool_call_parser"),
         Flag("http.reasoning_parser"),
         Flag("model.dtype"),
-        Flag("model.max_model_len"),
         Flag("model.generation_config", metavar="auto|vllm|DIR"),
         Flag(
             "model.override_generation_config",
@@ -160,7 +199,6 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("engine.kv_cache_dtype"),
         Flag("engine.mm_encoder_cache"),
         Flag("engine.disable_hybrid_kv_cache_manager"),
-        Flag("engine.gpu_memory_utilization"),
         Flag("engine.enforce_eager"),
         Flag("engine.log_chunks"),
         Flag("engine.async_scheduling"),
@@ -197,8 +235,6 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("engine.enable_prefix_caching"),
     ),
     "HTTP": (
-        Flag("http.host"),
-        Flag("http.port"),
         Flag("http.max_logprobs"),
         Flag("http.logprobs_mode"),
         Flag("http.root_path"),
@@ -218,13 +254,6 @@ PANELS: dict[str, tuple[Flag, ...]] = {
             ("--enable-force-include-usage/--no-enable-force-include-usage",),
         ),
         Flag(
-            "http.api_keys",
-            ("--api-key",),
-            kind=list[str],
-            help="Key that clients must send; given again: any of them.",
-            envvar="CROSSDOCK_API_KEY",
-        ),
-        Flag(
             "http.allowed_media_domains",
             kind=list[str],
             help="Host that pictures may be fetched from, or .example for all hosts below; given again: any of them.",
@@ -240,17 +269,8 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("http.rollouts", ("--enable-rollouts/--no-enable-rollouts",)),
     ),
     "Cluster and file": (
-        Flag(
-            "pools",
-            kind=str,
-            metavar="NAME=REPLICAS[xtpN][xppN],…",
-            help="Pools of replicas, by name, and their ranks: mixed=2, or prefill=2xtp1,decode=1xtp2.",
-        ),
-        Flag(
-            "pools.*.tensor_parallel_size",
-            ("--tensor-parallel-size", "--tp-size", "--tp", "-tp"),
-            help="Ranks that divide every layer of a replica, in all pools.",
-        ),
+        Flag("application.name", ("--app-name",)),
+        Flag("application.route_prefix"),
         Flag(
             "pools.*.pipeline_parallel_size",
             ("--pipeline-parallel-size", "--pp-size", "--pp", "-pp"),
@@ -271,7 +291,13 @@ PANELS: dict[str, tuple[Flag, ...]] = {
             help="Show what Ray, Serve and libraries report about themselves.",
             envvar="CROSSDOCK_VERBOSE",
         ),
-        Flag("--config", ("--config", "-c"), kind=Path, help="YAML file; flags win over it."),
+        Flag(
+            "--strict",
+            ("--strict/--no-strict",),
+            kind=bool,
+            metavar="",
+            help="End the start for each flag of vLLM or SGLang that is not here, in place of a warning.",
+        ),
         Flag(
             "--set",
             kind=list[str],
@@ -282,13 +308,28 @@ PANELS: dict[str, tuple[Flag, ...]] = {
 }
 
 
-def takes_flags(command: Callable[..., None]) -> Callable[..., None]:
-    """Give a command with **flags the parameters of the table, as typer sees them, and the class that parses them."""
+def takes_flags(configure: Callable[[Mapping[str, Any]], object]) -> Callable[..., Any]:
+    """Return a decorator: a command with **flags gets the parameters of the table, as typer sees them.
+
+    `configure`: reads the values of the flags; its ValueError has a line for each that is wrong.
+    """
     parameters = [flag.signature(panel) for panel, flags in PANELS.items() for flag in flags]
-    command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
-    command.command_class = FlagsCommand  # type: ignore[attr-defined]
-    return command
+
+    def decorate(command: Callable[..., None]) -> Callable[..., None]:
+        command.__signature__ = inspect.Signature(parameters)  # type: ignore[attr-defined]
+        command.__annotations__ = {parameter.name: parameter.annotation for parameter in parameters}
+        command.command_class = type(  # type: ignore[attr-defined]
+            "ServeCommand", (FlagsCommand,), {"configure": staticmethod(configure)}
+        )
+        return command
+
+    return decorate
+
+
+def _without_null(text: str) -> str:
+    """Return a setting's description for a flag, which has no null: the flag is left out."""
+    text = re.sub(r"\bnull is\b|\bnull:", lambda found: "without it" + ":" * found[0].endswith(":"), text)
+    return re.sub(r"\bis null\b", "is not given", text)
 
 
 def _required(annotation: Any) -> Any:
@@ -331,8 +372,11 @@ _WORDS_OF_OTHERS: Mapping[str, Mapping[str, str | None]] = {  # setting: words o
         **dict.fromkeys(("modelopt_fp8", "modelopt_fp4", "modelopt_mxfp8", "petit_nvfp4"), "modelopt"),
         **dict.fromkeys(("w8a8_int8", "w8a8_fp8"), "compressed-tensors"),
         **dict.fromkeys(("deepseek_v4_fp8", "deepgemm_fp8"), "fp8"),
+        "auto_awq": "awq",
+        "auto_gptq": "gptq",
         "gpt_oss_mxfp4": "mxfp4",
         "moe_wna16": None,  # AWQ or GPTQ, as the checkpoint says
+        "unquant": None,  # plain weights
     },
 }
 _FITTING = (
@@ -346,10 +390,14 @@ _REFUSED_WORDS: Mapping[str, Mapping[str, str]] = {
     "model.max_model_len": {"auto": _FITTING, "-1": _FITTING},
     "engine.quantization": {
         **dict.fromkeys(
-            ("auto-round", "inc", "quark", "quark_int4fp8_moe", "torchao", "hqq", "aqlm", "qqq"), _NOT_READ
+            ("auto-round", "auto-round-int8", "inc", "quark", "quark_int4fp8_moe", "torchao", "hqq", "aqlm", "qqq"),
+            _NOT_READ,
         ),
         **dict.fromkeys(("fp_quant", "qoq", "w4afp8", "modelslim", "modelopt_mixed", "gptq_marlin_24"), _NOT_READ),
+        **dict.fromkeys(("humming", "mxfp_w4a8", "mlx_q4", "mlx_q8"), _NOT_READ),
         **dict.fromkeys(("fp8_per_tensor", "fp8_per_block", "experts_int8", "ptpc_fp8", "online", "rtn"), _AS_LOADED),
+        **dict.fromkeys(("fp8_per_channel", "int8_per_channel_weight_only", "nvfp4_per_token"), _AS_LOADED),
+        **dict.fromkeys(("nvfp4_online", "quark_mxfp4"), _AS_LOADED),
     },
 }
 _METAVARS = {ByteSize: "SIZE", int: "INTEGER"}

@@ -5,6 +5,19 @@ from collections.abc import Callable, Iterator, Sequence
 from crossdock.cluster.config import ClusterConfig, PoolConfig
 
 
+def gpus_here() -> float:
+    """Return how many GPUs a Ray that starts on this machine would find. Ray itself is not started."""
+    from ray._private.accelerators import get_all_accelerator_managers
+
+    number = 0
+    for manager in get_all_accelerator_managers():
+        if manager.get_resource_name() == "GPU":
+            visible = manager.get_current_process_visible_accelerator_ids()
+            found = manager.get_current_node_num_accelerators()
+            number += found if visible is None else min(found, len(visible))
+    return float(number)
+
+
 def with_num_gpus(config: ClusterConfig, has_gpus: bool) -> ClusterConfig:
     """Return the configuration with a number for every `num_gpus` that is null: 1 where `has_gpus`, else 0.
 

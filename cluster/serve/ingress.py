@@ -3,6 +3,7 @@
 import asyncio
 import logging
 import os
+import socket
 import sys
 import uuid
 from collections.abc import Awaitable, Callable, Sequence
@@ -11,10 +12,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import serve
-from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
+from crossdock.cluster.api.batches.claim import Claimant
 from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
 from crossdock.cluster.api.endpoints import build_api
@@ -22,35 +24,41 @@ from crossdock.cluster.api.heap import keep_one_heap
 from crossdock.cluster.api.http.http_config import OPEN_TO_OTHERS, HttpConfig
 from crossdock.cluster.api.http.limits import Loan, Unit
 from crossdock.cluster.api.http.listener import Listener, listen
-from crossdock.cluster.api.http.tiers import Tiers
+from crossdock.cluster.api.http.service_tiers import ServiceTiers
 from crossdock.cluster.api.media.media import Media
-from crossdock.cluster.api.routes.adapters import AdapterNames
+from crossdock.cluster.api.routes.adapters import AdapterNames, Naming
 from crossdock.cluster.api.routes.model_routes import ModelRoutes
 from crossdock.cluster.api.routes.response_store import StoredResponse
 from crossdock.cluster.api.routes.responses import Action
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.dispatch.client import follow_members
-from crossdock.cluster.dispatch.cold_start import ColdStart
+from crossdock.cluster.dispatch.cold_start import MOST_WAIT_S, ColdStart
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.dispatch.dispatchers import Dispatchers
 from crossdock.cluster.dispatch.gate import PauseMode
+from crossdock.cluster.dispatch.losses import Loss
 from crossdock.cluster.dispatch.rollouts import Rollouts
+from crossdock.cluster.serve.every_ingress import EveryIngress
 from crossdock.cluster.serve.media import open_media
 from crossdock.cluster.serve.rollouts import server_info
+from crossdock.cluster.serve.shared_adapters import Known, SharedAdapters
 from crossdock.cluster.serve.tokenizer import load_tokenizer
 from crossdock.workers.model.lora.adapter_files import read_adapter
 from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.replica.serving.interpreter import prepare_interpreter
+from crossdock.workers.replica.serving.notices import leave_notice
 from crossdock.workers.replica.serving.own_node import bind_serve_to_own_node
+from crossdock.workers.schedule.request.submission import Adapter
 from crossdock.workers.schedule.shares import Shares
-from crossdock.workers.schedule.submission import Adapter
 
 logger = logging.getLogger("ray.serve")
 
 _FIRST_REPLICAS_S = 10.0  # an ingress waits so long for replicas; while models load it answers 503 after that
 _SCRAPE_S = 5.0  # a scrape waits so long for the other ingresses: Prometheus gives up after 10 s
 _LAST_WORDS_S = 1.0  # a client is told in this time that its request ends with the ingress
+_NOTICES = 16  # at most, of lost replicas, kept for the command
 _LOAN_S = 0.5  # a request waits so long for what the other ingresses lend
+_FIRST_S = 0.5  # an ingress that starts waits so long to be told of others: it may be the first
 _STORES_S = 2.0  # … and so long for a response that another ingress may have stored
 
 
@@ -76,21 +84,36 @@ class Ingress:
         self._listener: Listener | None = None
         self._media: list[Media] = []
         context = serve.get_replica_context()
-        self._every_ingress = serve.get_deployment_handle(context.deployment, context.app_name)
-        self._every_ingress._init()
+        every_ingress = serve.get_deployment_handle(context.deployment, context.app_name)
+        every_ingress._init()
+        self._of_all = EveryIngress(every_ingress, self).ask
+        self._adapters = SharedAdapters(self._of_all, self._name)
         queue = Shares(http.max_queued_requests)
         self._dispatchers = {each.model.name: self._dispatcher(each, queue) for each in models}
+        self._num_losses = 0
+        for dispatcher in self._dispatchers.values():
+            dispatcher.losses.on_settled = partial(self._tell_of, context.app_name)
         self.fleets = self._fleets(http)
         routes: list[ModelRoutes] = []
         for each in models:
             routes.append(await self._routes(each, routes, scaler))
         decisions = None if scaler is None else partial(_decisions, scaler)
         rollouts = self._rollouts = self._new_rollouts(models[0])  # None: trainers' paths are not enabled
+        if http.direct:  # no proxy knows the route
+            http = http.model_copy(update={"root_path": http.root_path + models[0].application.path})
+        cluster = ray.get_runtime_context().gcs_address
         self._api = build_api(
-            routes, self.fleets, http, decisions=decisions, ask_peers=self._ask_peers, rollouts=rollouts
+            routes,
+            self.fleets,
+            http,
+            decisions=decisions,
+            ask_peers=self._ask_peers,
+            rollouts=rollouts,
+            claimant=Claimant(context.app_name, socket.gethostname(), cluster),
         )
         if http.replicas > 1 and http.lora_folder is not None:
-            await self._learn_adapters()
+            self._adapters.start(self._api.state.adapters)
+            await self._adapters.learn(told_s=_FIRST_S)
         for each, dispatcher in zip(models, self._dispatchers.values(), strict=True):
             own = {pool.name: engines[pool.name] for pool in each.pools}
             follow_members(own, self._name, dispatcher.join, dispatcher.leave)
@@ -104,7 +127,7 @@ class Ingress:
         if self._api.state.batches is not None:
             self._api.state.batches.start()
         if self._rollouts is not None:
-            self._rollouts.start()
+            await self._rollouts.start()
         prepare_interpreter()
         if http.is_open_to_others:
             logger.warning(OPEN_TO_OTHERS, http.host, http.port)
@@ -128,6 +151,13 @@ class Ingress:
             metrics_hold_s=config.http.metrics_hold_s,
         )
 
+    def _tell_of(self, application: str, loss: Loss) -> None:
+        """Leave a notice for the command about a lost replica. The last few are kept."""
+        self._num_losses += 1
+        slot = self._num_losses % _NOTICES
+        content = loss.content() | {"number": self._num_losses}
+        leave_notice(application, "loss", f"{self._name}-{slot}", content)
+
     def _fleets(self, http: HttpConfig) -> Dispatcher | Dispatchers:
         """Return the dispatchers as operators ask them; of one model its dispatcher itself."""
         if len(self._dispatchers) > 1:
@@ -138,7 +168,10 @@ class Ingress:
         self, config: ClusterConfig, others: Sequence[ModelRoutes], scaler: DeploymentHandle | None
     ) -> ModelRoutes:
         """Return the routes of a model. `others`: those of the models before."""
-        model, engine, dispatcher = config.model, config.engine, self._dispatchers[config.model.name]
+        model = config.model
+        engine = config.engine
+        dispatcher = self._dispatchers[config.model.name]
+        cold_start = self._cold_start(config, scaler) if scaler is not None and config.starts_on_request else None
         path = resolve_model(model.path, needs_weights=not config.is_emulated)
         tokenizer = await asyncio.to_thread(load_tokenizer, path, model)
         media = await asyncio.to_thread(open_media, path, tokenizer, config.http, dispatcher.metrics.registry)
@@ -147,20 +180,21 @@ class Ingress:
             dispatcher,
             tokenizer,
             config.http,
-            Tiers(engine.slo_classes, engine.default_slo_class),
+            ServiceTiers(engine.slo_classes, engine.default_slo_class),
             GenerationDefaults.read(path, model.generation_config, model.override_generation_config),
             EmbeddingDefaults.read(path, model.pooler_config),
             self._ask_stores,
             media,
-            await asyncio.to_thread(self._adapters_of, config),
+            await asyncio.to_thread(self._adapters_of, config, cold_start),
             model.name,
-            self._cold_start(config, scaler) if scaler is not None and config.starts_on_request else None,
+            cold_start,
             others[0] if others else None,
         )
 
     def _cold_start(self, config: ClusterConfig, scaler: DeploymentHandle) -> ColdStart:
         """Return the start of a model that may have no replica."""
-        name, dispatcher = config.model.name, self._dispatchers[config.model.name]
+        name = config.model.name
+        dispatcher = self._dispatchers[config.model.name]
         is_up = partial(dispatcher.has_roles, {pool.role for pool in config.pools})
 
         async def ask() -> float:
@@ -169,16 +203,26 @@ class Ingress:
 
         return ColdStart(name, is_up, ask, dispatcher.spawn)
 
-    def _adapters_of(self, config: ClusterConfig) -> AdapterNames:
+    def _adapters_of(self, config: ClusterConfig, cold_start: ColdStart | None) -> AdapterNames:
         """Return the names of the configured adapters. ValueError: one of them cannot be served."""
-        engine, folder = config.engine, config.http.lora_folder
+        engine = config.engine
+        folder = config.http.lora_folder
+        dispatcher = self._dispatchers[config.model.name]
+
+        async def check(path: str) -> None:
+            if cold_start is not None:
+                await cold_start.wait(MOST_WAIT_S)
+            await dispatcher.check_adapter(path)
 
         def read(name: str, path: Path) -> Adapter:
             return read_adapter(path, engine.max_lora_rank).adapter(name)
 
-        below, notify = None if folder is None else Path(folder), partial(self._name_at_others, config.model.name)
+        below = None if folder is None else Path(folder)
+        notify = partial(self._adapters.tell, config.model.name)
         names = (config.model.name, *config.http.model_aliases)
-        found = AdapterNames(read if config.enables_lora else None, below, notify, names)
+        learn = self._adapters.learn if config.http.replicas > 1 else None
+        reads = read if config.enables_lora else None
+        found = AdapterNames(reads, below, notify, names, check, learn, self._name)
         for name, path in config.model.lora_modules.items():
             found.put(name, read(name, Path(path).expanduser().absolute()))
         return found
@@ -210,28 +254,13 @@ class Ingress:
             raise ValueError("http.rollouts must be true (--enable-rollouts) for weights to be replaced")
         return (await self._rollouts.update("", name, mode, tensors)).name
 
-    async def _learn_adapters(self) -> None:
-        """Take over the adapters that clients have loaded at other ingresses."""
-        asking = asyncio.create_task(self._of_all("adapters", _STORES_S))
-        await asyncio.wait([asking])
-        error = asking.exception()
-        if error is not None and not isinstance(error, DeploymentUnavailableError):  # else this ingress is the first
-            logger.warning("adapters that other ingresses have loaded are not known here: %s", error)
-        for model, adapter in [] if error is not None else [each for known in asking.result() for each in known]:
-            self._api.state.adapters[model].put(adapter.name, adapter)
-
-    async def put_adapter(self, asker: str, model: str, name: str, adapter: Adapter | None) -> None:
+    async def put_adapter(self, asker: str, model: str, name: str, naming: Naming) -> None:
         """Let a name mean an adapter of a model, as at another ingress, `asker`."""
-        if asker != self._name:
-            self._api.state.adapters[model].put(name, adapter)
+        self._adapters.hear(asker, model, name, naming)
 
-    async def adapters(self) -> list[tuple[str, Adapter]]:
-        """Return each model's adapters that have names here, for an ingress that starts."""
-        names = self._api.state.adapters.items()
-        return [(model, adapter) for model, known in names for adapter in known.by_name.values()]
-
-    async def _name_at_others(self, model: str, name: str, adapter: Adapter | None) -> None:
-        await self._of_all("put_adapter", _STORES_S, self._name, model, name, adapter)
+    async def adapters(self) -> Known:
+        """Return the meaning of each adapter's name here, for other ingresses."""
+        return self._adapters.known()
 
     def __serve_build_asgi_app__(self) -> Any:
         return _DrainedFirst(self._api, lambda: self.drain(self._drain_s))
@@ -239,6 +268,7 @@ class Ingress:
     async def __del__(self) -> None:  # Serve awaits it when the replica stops, after the end of the API's lifespan
         if self._rollouts is not None:
             self._rollouts.stop()
+        await self._adapters.close()
         await self.fleets.close()
         await self.drain(_LAST_WORDS_S)
         for media in self._media:
@@ -256,6 +286,22 @@ class Ingress:
             await self._api.state.batches.close()
         return self._listener is None or await self._listener.close(seconds)
 
+    async def end(self) -> None:
+        """End the requests that run, with an error. Only the end of this ingress may follow."""
+        await self.fleets.close()
+
+    def check_health(self) -> None:
+        """Raise the error that has ended a task which this ingress cannot do without: Serve then replaces it."""
+        for dispatcher in self._dispatchers.values():
+            dispatcher.check()
+        self._adapters.check()
+        if self._rollouts is not None:
+            self._rollouts.check()
+        if self._listener is not None:
+            self._listener.check()
+        if self._api.state.batches is not None:
+            self._api.state.batches.check()
+
     async def ingress_metrics(self) -> tuple[str, str]:
         """Return this ingress's name and metrics: its part of a scrape that another ingress answers."""
         return self._name, self.fleets.ingress_text()
@@ -268,40 +314,28 @@ class Ingress:
         """Return the state of every replica that is up: what /v1/replicas answers to an operator."""
         return await self.fleets.replicas({}, None)
 
-    async def lend(self, asker: str, tenant: str, unit: Unit, amount: float) -> Loan | None:
-        """Lend another ingress, `asker`, its missing amount for a tenant's key; None: `asker` is this ingress."""
-        return None if asker == self._name else self._api.state.lend(tenant, unit, amount)
+    async def lend(self, asker: str, owner: str, unit: Unit, amount: float) -> Loan | None:
+        """Lend another ingress, `asker`, its missing amount for an owner's key; None: `asker` is this ingress."""
+        return None if asker == self._name else self._api.state.lend(owner, unit, amount)
 
-    async def _ask_peers(self, tenant: str, unit: Unit, amount: float) -> list[Loan]:
-        """Ask all other ingresses for the missing amount of a tenant's key."""
-        return [loan for loan in await self._of_all("lend", _LOAN_S, self._name, tenant, unit, amount) if loan]
+    async def _ask_peers(self, owner: str, unit: Unit, amount: float) -> list[Loan]:
+        """Ask all other ingresses for the missing amount of an owner's key."""
+        return [loan for loan in await self._of_all("lend", _LOAN_S, self._name, owner, unit, amount) if loan]
 
-    async def stored(self, asker: str, action: Action, tenant: str, name: str) -> StoredResponse | None:
+    async def stored(self, asker: str, action: Action, owner: str, name: str) -> StoredResponse | None:
         """Answer another ingress, `asker`, whose client asks for a stored response; None: it is not stored here."""
         if asker == self._name:
             return None
-        found: StoredResponse | None = await self._api.state.stored(action, tenant, name)
+        found: StoredResponse | None = await self._api.state.stored(action, owner, name)
         return found
 
-    async def _ask_stores(self, action: Action, tenant: str, name: str) -> list[StoredResponse]:
+    async def _ask_stores(self, action: Action, owner: str, name: str) -> list[StoredResponse]:
         """Ask all other ingresses for a response that this one has not stored."""
-        return [found for found in await self._of_all("stored", _STORES_S, self._name, action, tenant, name) if found]
+        return [found for found in await self._of_all("stored", _STORES_S, self._name, action, owner, name) if found]
 
     async def _all_ingress_metrics(self) -> dict[str, str]:
         """Return the metrics of all ingresses, by name, without those that fail or do not answer in time."""
         return dict([await self.ingress_metrics(), *await self._of_all("ingress_metrics", _SCRAPE_S)])
-
-    async def _of_all(self, method: str, seconds: float, *arguments: Any) -> list[Any]:
-        """Return the answers of all ingresses, this one too, without those that fail or do not answer in time."""
-        try:
-            async with asyncio.timeout(seconds):
-                asked = await self._every_ingress.broadcast(method, *arguments)._fetch_replica_results_async()
-        except TimeoutError:
-            return []
-        # `results_async` has one time limit for all: an ingress that hangs would cost the answers of the others.
-        answering = (asyncio.wait_for(answer.get_async(), seconds) for answer in asked)
-        answers = await asyncio.gather(*answering, return_exceptions=True)
-        return [answer for answer in answers if not isinstance(answer, BaseException)]
 
 
 class _DrainedFirst:

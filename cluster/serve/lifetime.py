@@ -1,4 +1,7 @@
-"""One run of `crossdock serve`: Ray, Serve and the application start, and all of them end on SIGINT or SIGTERM."""
+"""One run of `crossdock serve`: Ray, Serve and the application start, and end on SIGINT or SIGTERM.
+
+On a cluster that was joined, the application alone ends: Serve and Ray are others' as well.
+"""
 
 import contextlib
 import logging
@@ -16,84 +19,165 @@ from ray._private import ray_constants
 from ray._private import utils as ray_utils
 from ray.exceptions import RayError
 from ray.serve.config import HTTPOptions, ProxyLocation
-from ray.serve.exceptions import DeploymentUnavailableError
-from ray.serve.schema import ApplicationStatus, LoggingConfig
+from ray.serve.exceptions import RayServeException
 
 from crossdock.cluster.config import ClusterConfig
-from crossdock.cluster.serve.app import APP_NAME, build, visible_gpus
-from crossdock.cluster.serve.gpus import check_cores_suffice, check_gpus_suffice, check_memory_suffices, with_num_gpus
+from crossdock.cluster.serve import shared_cluster
+from crossdock.cluster.serve.address import Address
+from crossdock.cluster.serve.application import Application, Lost
+from crossdock.cluster.serve.lost_replicas import LostReplicas
+from crossdock.cluster.serve.own_ray.closed_files import closed_to_other_users
 from crossdock.cluster.serve.own_ray.forked_replicas import forking_workers
+from crossdock.cluster.serve.own_ray.ray_noise import without_noise
 from crossdock.cluster.serve.own_ray.ray_processes import without_unused_processes
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE, is_local
-from crossdock.cluster.serve.start_failure import start_reason
+from crossdock.cluster.serve.start_phases import StartPhases
 from crossdock.cluster.serve.stop_signals import StopRequest, StopSignal, ignore_signals
-from crossdock.workers.model.loaders.objects import bytes_of_weights
-from crossdock.workers.model.memory.host_memory import free_on_host
-from crossdock.workers.model.weights.checkpoint import resolve_model
+from crossdock.workers.replica.serving.notices import read_notices
 
 STARTING = ("Ray", "Serve", "replicas: model and warm-up")  # the phases of the start, in order
-_ANSWER_S = 30.0  # ingresses have so long to answer what the command asks
-_NO_ANSWER = TimeoutError, RayError, DeploymentUnavailableError
-_DRAIN_TURN_S = 0.5  # between two looks for a signal while requests end
+_LOOK_S = 5.0  # between two looks whether the application is still ours, on a cluster that was joined
+_READ_S = 1.0  # between two looks whether a replica was lost
 _LOOPBACK = "127.0.0.1"
 
 
 class StartFailed(RuntimeError):
-    """Ray or the application did not start; the message is Ray's or Serve's."""
+    """Ray or the application did not start, or the application was lost; the message is Ray's, Serve's or ours."""
 
 
 def serve_forever(
     config: ClusterConfig,
     starting: Callable[[str], None],
-    started: Callable[[list[dict[str, Any]]], None],
+    started: Callable[[list[dict[str, Any]], Address], None],
     stopping: Callable[[], None],
+    tell: Callable[[str], None] = lambda line: None,
+    show: Callable[[str], None] = lambda text: None,
 ) -> None:
-    """Start everything; end everything on SIGINT or SIGTERM.
+    """Start everything; end what was started on SIGINT or SIGTERM.
 
     After SIGTERM, requests that run may end within `http.drain_timeout_s`; SIGINT, or a second signal, ends them.
     Calls `starting` with each of `STARTING` as that phase begins, `started` with what the replicas report of
-    themselves, and `stopping` when a signal has come.
+    themselves and where the API is, and `stopping` when a signal has come. `tell` gets a line for each phase that has
+    ended, and later for each replica that is lost or comes back; `show` what replicas do while they start.
 
     Raises:
-        StartFailed: Ray or the replicas cannot start; the message gives the reason.
+        StartFailed: Ray or the replicas cannot start, or others have deleted or replaced the application.
     """
-    stop, is_up = StopRequest(), False
+    stop = StopRequest()
+    is_own = is_local()
+    application: Application | None = None
+    is_up = False
+    num_replicas = sum(max(pool.replicas, 1) for each in config.each_model for pool in each.pools)
+    phases = StartPhases(num_replicas, time.monotonic())
     try:
         starting(STARTING[0])
         with _keeping_signals(stop):
             _try_to_start_ray(config)
+        tell(phases.ended("Ray is up", time.monotonic()))
         stop.check()
-        if is_local():
+        if is_own:
             config = _on_one_node(config)
-            _require_devices(config)
-        location = ProxyLocation.Disabled if config.http.direct else ProxyLocation.EveryNode
         starting(STARTING[1])
-        http = config.http
-        options = HTTPOptions(host=http.host, port=http.port, keep_alive_timeout_s=http.keep_alive_s)
-        serve.start(proxy_location=location, http_options=options)
+        config = _start_serve(config)
+        tell(phases.ended("Serve is up", time.monotonic()))
         stop.check()
         starting(STARTING[2])
-        log = LoggingConfig(enable_access_log=False)
-        app = serve.RunTarget(
-            build(config), name=APP_NAME, external_scaler_enabled=config.is_elastic, logging_config=log
-        )
-        serve.run_many([app], wait_for_applications_running=False)
-        while not _is_running() or not is_connected(config.http.replicas):
+        application = Application(config)
+        application.deploy()
+        starts: dict[str, dict[str, Any]] = {}
+        while not application.is_up():
+            starts = _tell_phases(application, phases, tell, show)
             stop.wait()
+        starts = _tell_phases(application, phases, tell, show)
+        tell(phases.ended("all is connected", time.monotonic()))
         is_up = True
-        started(_replicas())
-        while True:
-            stop.wait()
+        started(application.replicas(), _address(config))
+        _stay(stop, application, LostReplicas(starts), tell)
     except StopSignal:
         stopping()
-        if is_up:
-            _drain(config.http.drain_timeout_s, stop)
+        if application is not None and is_up:
+            application.drain(config.http.drain_timeout_s, stop)
+    except (Lost, RayServeException, RayError) as error:
+        raise StartFailed(str(getattr(error, "cause", None) or error)) from None
     finally:
+        _end(application, stop, is_own)
+
+
+def _end(application: Application | None, stop: StopRequest, is_own: bool) -> None:
+    """End Ray with all that runs on it, or of a cluster that was joined our application alone."""
+    if is_own:
         ignore_signals()  # an impatient second Ctrl-C must not leave processes behind
-        if ray.is_initialized():
-            with _no_output():  # Ray reports that it ends what it was told to end
+    if not ray.is_initialized():
+        return
+    with _no_output():  # Ray reports that it ends what it was told to end
+        try:
+            if is_own:
                 serve.shutdown()
-                ray.shutdown()
+            elif application is not None:
+                application.delete(stop)
+        except Lost as error:
+            raise StartFailed(str(error)) from None
+        finally:
+            ignore_signals()
+            ray.shutdown()
+
+
+def _start_serve(config: ClusterConfig) -> ClusterConfig:
+    """Start Serve, or join the one that runs. Return the configuration with the address at which it listens.
+
+    Raises:
+        StartFailed: the application's name or route is taken, or Serve does not listen as the configuration says.
+    """
+    http = config.http
+    location = ProxyLocation.Disabled if http.direct else ProxyLocation.EveryNode
+    options = HTTPOptions(host=http.host, port=http.port, keep_alive_timeout_s=http.keep_alive_s)
+    try:
+        serve.start(proxy_location=location, http_options=options)
+        if is_local():
+            return config
+        found = shared_cluster.details()
+        shared_cluster.require_room(config, found)
+        return shared_cluster.with_proxies(config, shared_cluster.http_options(), found)
+    except (ValueError, TimeoutError) as error:
+        raise StartFailed(str(error)) from None
+
+
+def _address(config: ClusterConfig) -> Address:
+    """Return where clients reach the API."""
+    if is_local():
+        return Address.of(config)
+    nodes = shared_cluster.listening_nodes(config, shared_cluster.details())
+    return Address.of(config, nodes, ray.util.get_node_ip_address())
+
+
+def _tell_phases(
+    application: Application, phases: StartPhases, tell: Callable[[str], None], show: Callable[[str], None]
+) -> dict[str, dict[str, Any]]:
+    """Tell which phases replicas have ended since the last call. Returns the notices of these replicas."""
+    starts = read_notices(application.name, "start")
+    for line in phases.of_replicas(starts, time.monotonic()):
+        tell(line)
+    show(phases.now_in(starts))
+    return starts
+
+
+def _stay(stop: StopRequest, application: Application, lost: LostReplicas, tell: Callable[[str], None]) -> None:
+    """Wait for a signal, and tell of replicas that are lost and that come back.
+
+    Raises:
+        Lost: others have taken the application of a joined cluster away.
+    """
+    looked_at = read_at = time.monotonic()
+    while True:
+        stop.wait()
+        if (now := time.monotonic()) - read_at > _READ_S:
+            read_at = now
+            losses, starts = (read_notices(application.name, subject) for subject in ("loss", "start"))
+            for line in lost.hear(losses, starts, now):
+                tell(line)
+        if not is_local() and time.monotonic() - looked_at > _LOOK_S:
+            application.require_ours()
+            looked_at = time.monotonic()
 
 
 def _try_to_start_ray(config: ClusterConfig) -> None:
@@ -101,7 +185,8 @@ def _try_to_start_ray(config: ClusterConfig) -> None:
     try:
         start_ray(config)
     except Exception as error:  # of any kind: for a start that takes too long Ray raises a plain Exception
-        raise StartFailed(f"Ray does not start: {error}") from error
+        reason = f"Ray does not start: {error}" if is_local() else shared_cluster.join_failure(error)
+        raise StartFailed(reason) from error
 
 
 def start_ray(config: ClusterConfig) -> None:
@@ -112,12 +197,13 @@ def start_ray(config: ClusterConfig) -> None:
     if ray.is_initialized():
         return
     if joins:
-        ray.init()
+        # Else this process would show the logs of all applications of the cluster.
+        ray.init(log_to_driver=False, configure_logging=False)
         return
     ray_constants.ENABLE_RAY_CLUSTER = False  # Ray's processes read the variable; this one did so before it was set
     wanted = 1 + sum(pool.num_cpus * pool.num_ranks * pool.most for each in config.each_model for pool in each.pools)
     cores = os.cpu_count() or 1
-    with without_unused_processes(), forking_workers():
+    with without_unused_processes(), forking_workers(), closed_to_other_users():
         ray.init(
             address="local",
             _node_ip_address=_LOOPBACK,
@@ -134,6 +220,8 @@ def quieten() -> None:
     warnings.filterwarnings("ignore", category=DeprecationWarning)
     warnings.filterwarnings("ignore", category=FutureWarning)
     logging.getLogger("ray").setLevel(logging.ERROR)
+    if is_local():
+        without_noise()
     logging.getLogger("ray.serve").addFilter(lambda record: record.levelno >= logging.ERROR)  # Serve sets its level
 
 
@@ -142,59 +230,6 @@ def _on_one_node(config: ClusterConfig) -> ClusterConfig:
     transfer = config.transfer.model_copy(update={"host": config.transfer.host or _LOOPBACK})
     http = config.http.model_copy(update={"direct": True})
     return config.model_copy(update={"http": http, "transfer": transfer})
-
-
-def _require_devices(config: ClusterConfig) -> None:
-    """Raise StartFailed if this machine has too few GPUs, or too few cores or bytes for several models."""
-    num_gpus = visible_gpus()
-    models = [with_num_gpus(each, num_gpus > 0) for each in config.each_model]
-    try:
-        if config.models:
-            check_cores_suffice(models, os.cpu_count() or 1)
-            check_memory_suffices(models, lambda model: bytes_of_weights(resolve_model(model)), free_on_host())
-        check_gpus_suffice(models, num_gpus)
-    except ValueError as error:
-        raise StartFailed(str(error)) from None
-
-
-def _is_running() -> bool:
-    """Return whether every deployment is up. Raises StartFailed at a user error, or once Serve has given up."""
-    app = serve.status().applications[APP_NAME]
-    messages = [app.message, *(each.message for each in app.deployments.values())]
-    reason = start_reason(messages, has_ended=app.status == ApplicationStatus.DEPLOY_FAILED)
-    if reason is not None:
-        raise StartFailed(reason)
-    return bool(app.status == ApplicationStatus.RUNNING)
-
-
-def is_connected(num_ingresses: int) -> bool:
-    """Return whether so many ingresses have their replicas: Serve may say that these run before an ingress hears of
-    them."""
-    try:
-        connected = serve.get_app_handle(APP_NAME).broadcast("is_connected").results(timeout_s=_ANSWER_S)
-    except _NO_ANSWER:
-        return False
-    return all(connected) and len(connected) >= num_ingresses
-
-
-def _replicas() -> list[dict[str, Any]]:
-    """Return the replicas' reports of themselves; empty if they do not answer in time."""
-    try:
-        described: list[dict[str, Any]] = serve.get_app_handle(APP_NAME).replicas.remote().result(timeout_s=_ANSWER_S)
-    except _NO_ANSWER:
-        return []
-    return described
-
-
-def _drain(seconds: float, stop: StopRequest) -> None:
-    """Have the ingresses take no further request, and finish running ones in `seconds`, or until that is urgent."""
-    ingresses, deadline = serve.get_app_handle(APP_NAME), time.monotonic() + seconds
-    with contextlib.suppress(*_NO_ANSWER):  # an ingress was lost: its requests are gone
-        is_drained = False
-        while not is_drained:
-            left = 0.0 if stop.is_urgent else max(0.0, deadline - time.monotonic())
-            drained = ingresses.broadcast("drain", min(left, _DRAIN_TURN_S)).results(timeout_s=_ANSWER_S)
-            is_drained = all(drained) or not left
 
 
 @contextlib.contextmanager

@@ -20,4 +20,4 @@ ON_ONE_MACHINE = {  # not RAY_AUTH_MODE: `ray.init` asks for a token by itself, 
 
 def is_local() -> bool:
     """Return whether Ray starts on this machine; else RAY_ADDRESS names a cluster to join, and models are there."""
-    return not os.environ.get("RAY_ADDRESS")
+    return os.environ.get("RAY_ADDRESS", "") in ("", "local")

@@ -50,7 +50,8 @@ def arrays_of(tensors: "Iterable[tuple[str, Tensor]]") -> "Arrays":
 
 def server_info(config: ClusterConfig, fleet: Fleet) -> dict[str, Any]:
     """Return the fields of vLLM's configuration that trainers read, with one replica per data-parallel rank."""
-    engine, model = config.engine, config.model
+    engine = config.engine
+    model = config.model
     profiles = [each.profile for each in fleet.table.by_name.values()]
     first = profiles[0] if profiles else None
     lora = {"max_loras": engine.max_loras, "max_lora_rank": engine.max_lora_rank} if config.enables_lora else None

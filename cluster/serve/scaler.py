@@ -24,8 +24,9 @@ from ray.serve.handle import DeploymentHandle
 from crossdock.cluster.config import DEVICES, ClusterConfig
 from crossdock.cluster.dispatch.client import ReplicaClient, follow_members
 from crossdock.cluster.dispatch.connections import READS_S
+from crossdock.cluster.dispatch.loops import raise_if_ended
+from crossdock.router.division import Starts
 from crossdock.router.scaling import Bounds, Flip, Resize, Scaling
-from crossdock.router.starts import Starts
 from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.replica.serving.known_starts import first_guess, known_starts, remember_start
 from crossdock.workers.replica.serving.own_node import bind_serve_to_own_node
@@ -33,7 +34,7 @@ from crossdock.workers.report.profile import SchedulingProfile
 
 logger = logging.getLogger("ray.serve")
 
-_NUM_DECISIONS = 100  # that can be asked for, the newest ones
+_NUM_DECISIONS = 100  # newest decisions that a client may ask for
 _RETRY_S = 1.0  # pause before the messages of a replica that could not be reached are followed again
 
 
@@ -70,6 +71,7 @@ class Scaler:
         self._starts = Starts(guesses, learnt)
         self._awake = asyncio.Event()
         self._controller: Any = ray.get_actor(SERVE_CONTROLLER_NAME, namespace=SERVE_NAMESPACE)
+        await self._require_enabled()
         name = f"scaler-{uuid.uuid4().hex}"
         for pool, handle in engines.items():
             follow_members({pool: handle}, name, partial(self._join, pool), self._leave)
@@ -81,9 +83,9 @@ class Scaler:
             self._leave(name)
 
     def check_health(self) -> None:
-        """Raise the error that ended the scaling loop: Serve logs the error and replaces this replica."""
-        if self._running.done():
-            self._running.result()
+        """Raise the error that ended the scaling loop, or a reader of a replica's messages: Serve logs the error and
+        replaces this replica."""
+        raise_if_ended([self._running, *self._following.values()])
 
     def start(self, model: str) -> float:
         """Have a replica of a model start: a request waits. Returns the predicted seconds until it is up."""
@@ -151,6 +153,16 @@ class Scaler:
                     decision["error"] = str(error) or type(error).__name__
                     if isinstance(action, Resize):
                         self._scaling.undo(action)
+
+    async def _require_enabled(self) -> None:
+        """Raise ValueError where Serve would refuse every change: a start that fails says so, a log does not."""
+        details = await self._controller.get_serve_instance_details.remote()
+        if not details["applications"][self._app]["external_scaler_enabled"]:
+            raise ValueError(
+                f"external_scaler_enabled must be true for the application {self._app!r}, whose pools may grow or "
+                f"change roles: serve.run(…, external_scaler_enabled=True), or the same beside `name` in a Serve "
+                f"config file"
+            )
 
     async def _end_unasked(self) -> None:
         """End the replicas that Serve starts of models that no request has asked for. A scaler that follows a lost one

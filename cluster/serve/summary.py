@@ -5,11 +5,11 @@ from typing import Any
 
 from pydantic import ByteSize
 
+from crossdock.workers.report.capacity import STREAM_CONTEXT, most_streams, most_tokens
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.pacing.pace import promises_beyond
+from crossdock.workers.schedule.policies.pace import promises_beyond
 
 EMULATED = "emulated "  # begins the name of a device that does not compute
-_CONTEXT = 1000  # tokens of each stream, and of the prompt, for which speed is quoted
 
 
 def summary(replicas: Sequence[Mapping[str, Any]], used: int | None = None, free: int | None = None) -> list[str]:
@@ -24,7 +24,8 @@ def summary(replicas: Sequence[Mapping[str, Any]], used: int | None = None, free
         pools.setdefault(replica["pool"], []).append(replica)
     lines = []
     for name, members in pools.items():
-        profile, machine = SchedulingProfile.model_validate(members[0]["profile"]), members[0]["machine"]
+        profile = SchedulingProfile.model_validate(members[0]["profile"])
+        machine = members[0]["machine"]
         title = f"{name}: " if len(pools) > 1 else ""
         lines.append(f"Machine: {title}{_machine(machine, profile, len(members))}")
         lines.append(f"KV pages: {title}{_pages(machine, profile)}")
@@ -32,21 +33,6 @@ def summary(replicas: Sequence[Mapping[str, Any]], used: int | None = None, free
     if used is not None and free is not None and lines:
         lines.insert(1, f"Memory: {_memory(replicas, used, free)}")
     return lines
-
-
-def most_streams(profile: SchedulingProfile, tpot_s: float, context: int) -> int:
-    """Return how many streams of `context` tokens one replica carries at a token every `tpot_s` seconds, no prompts
-    beside them."""
-    depth = profile.pipeline_parallel_size
-    longest = tpot_s / (profile.overrun * max(depth * profile.interval_share, 1.0))
-    most = min(profile.max_num_seqs, _most_tokens(profile, context) // context)
-    num = 0
-    while num < most:
-        each_step = (num + 1) / depth
-        if profile.cost.decode_step_seconds(each_step, each_step * context) > longest:
-            break
-        num += 1
-    return num
 
 
 def _machine(machine: Mapping[str, Any], profile: SchedulingProfile, num_replicas: int) -> str:
@@ -75,19 +61,15 @@ def _memory(replicas: Sequence[Mapping[str, Any]], used: int, free: int) -> str:
 
 
 def _pages(machine: Mapping[str, Any], profile: SchedulingProfile) -> str:
-    num_tokens = _most_tokens(profile, profile.max_model_len)
-    return f"{num_tokens:,} tokens in {machine['kv_dtype']}; the longest context is {profile.max_model_len:,} tokens"
-
-
-def _most_tokens(profile: SchedulingProfile, context: int) -> int:
-    """Return how many tokens the pages hold, in streams of `context` tokens where windows or states count."""
-    if profile.windows == (None,) and not profile.state_pages:
-        return profile.num_pages * profile.page_size
-    return profile.num_pages * context // profile.needs.held(context)
+    tokens = f"{most_tokens(profile, profile.max_model_len):,} tokens"
+    is_emulated = machine["device"].startswith(EMULATED)
+    kind = ", counted and not stored" if is_emulated else f" in {machine['kv_dtype']}"
+    windows = ", where layers with a window keep no more than their window" if any(profile.windows) else ""
+    return f"{tokens}{kind}{windows}; the longest context is {profile.max_model_len:,} tokens"
 
 
 def _speed(profile: SchedulingProfile) -> str:
-    context = min(_CONTEXT, profile.max_model_len)
+    context = min(STREAM_CONTEXT, profile.max_model_len)
     prompt = profile.cost.prefill_seconds(0, context, profile.max_num_batched_tokens)
     carried = ", ".join(
         f"{most_streams(profile, slo.tpot_s, context)} at {1000 * slo.tpot_s:g} ms a token ({slo.name})"

@@ -5,7 +5,7 @@ from pathlib import Path
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.config import ModelConfig
 from crossdock.workers.model.weights.checkpoint import resolve_tokenizer
-from crossdock.workers.model.weights.untrusted import read_json
+from crossdock.workers.model.weights.untrusted import read_json_if_any
 
 
 def load_tokenizer(path: Path, config: ModelConfig) -> ModelTokenizer:
@@ -41,8 +41,7 @@ def load_tokenizer(path: Path, config: ModelConfig) -> ModelTokenizer:
 
 def _processor_template(folder: Path) -> str | None:
     """Return the chat template that older checkpoints of models with pictures keep beside their processor."""
-    file = folder / "chat_template.json"
-    found = read_json(file).get("chat_template") if file.is_file() else None
+    found = read_json_if_any(folder / "chat_template.json").get("chat_template")
     return found if isinstance(found, str) else None
 
 

@@ -23,6 +23,10 @@ class Clock:
         """Return whether any event is left."""
         return bool(self._events)
 
+    def stop(self) -> None:
+        """Forget all events that are left, so that `run` returns."""
+        self._events.clear()
+
     def run(self) -> None:
         """Run events until none is left."""
         while self._events:

@@ -4,10 +4,11 @@ compares several runs, report.py shows the results."""
 import json
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import takewhile
 from math import inf
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
@@ -18,7 +19,7 @@ from crossdock.cluster.bench.agents import Agents
 from crossdock.cluster.bench.flags import matching, takes
 from crossdock.cluster.bench.load import Amount, SharedFlags
 from crossdock.cluster.bench.mix import Mix, named_mix
-from crossdock.cluster.bench.workloads import SHAPES, Job
+from crossdock.cluster.bench.workloads import SHAPES, WORKLOADS, Job
 
 if TYPE_CHECKING:
     from crossdock.cluster.bench.metrics import Targets
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from crossdock.cluster.simulate.study import Score
 
 _STUDY = "Comparisons"
-_POLICIES = "seconds,round-robin,least-requests,power-of-two,prefix-affinity,block-cost"
+_POLICIES = "seconds,round-robin,least-requests,power-of-two,prefix-affinity,block-cost,pinned,remaining-work"
 _SHIPPING = "auto,always,never"
 _SECONDS = 60.0  # of arrivals, where neither seconds nor requests are given
 _Jobs: TypeAlias = Callable[[int], Iterator[Job]]  # of a seed
@@ -56,7 +57,7 @@ class SimulateFlags(Amount, SharedFlags):
         list[str] | None, typer.Option(metavar="REPLICA@SECONDS", help="A replica dies: mixed/0@30. Repeatable.")
     ] = None
     workload: Annotated[
-        str | None, typer.Option("--workload", "-w", help=f"In place of a mix: {', '.join(SHAPES)}, agents.")
+        str | None, typer.Option("--workload", "-w", help=f"One of: {', '.join(WORKLOADS)}.", show_default="mix")
     ] = None
     seed: Annotated[int, typer.Option(help="Seed of all random numbers.")] = 0
     seeds: Annotated[
@@ -76,6 +77,16 @@ class SimulateFlags(Amount, SharedFlags):
             rich_help_panel=_STUDY,
         ),
     ] = None
+    find_rate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GOAL",
+            min=0.01,
+            max=1.0,
+            help="Find the highest rate that keeps this share of requests good, e.g. 0.99. No queue may grow at it.",
+            rich_help_panel=_STUDY,
+        ),
+    ] = None
     sweep: Annotated[
         bool,
         typer.Option("--sweep", help="Find the best ratio of prefill to decode replicas.", rich_help_panel=_STUDY),
@@ -85,10 +96,18 @@ class SimulateFlags(Amount, SharedFlags):
 @takes(SimulateFlags)
 def simulate(flags: SimulateFlags) -> None:
     """Simulate a cluster: the real scheduler and router, on a clock driven by measured or estimated step costs."""
+    from crossdock.cluster.bench.plot import check_plot_file
+
     stderr = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
+        check_plot_file(flags.plot_file)
         fleet = _fleet(flags)
-        jobs, targets, variants = _jobs(fleet, flags), _targets(fleet, flags.slo or []), _variants(fleet, flags)
+        if flags.find_rate is not None:
+            _find_rate(fleet, flags, _targets(fleet, flags.slo or []))
+            return
+        jobs = _jobs(fleet, flags)
+        targets = _targets(fleet, flags.slo or [])
+        variants = _variants(fleet, flags)
         if len(variants) > 1 or flags.seeds > 1:
             _compare(variants, flags, jobs, targets, stderr)
         else:
@@ -169,11 +188,14 @@ def _until(flags: SimulateFlags) -> float:
 
 def _workload(flags: SimulateFlags) -> str:
     """Return the name of the workload: mix, trace, or one of the shapes."""
-    if sum(load is not None for load in (flags.mix, flags.workload, flags.trace)) > 1:
+    given = {flags.workload, flags.mix and "mix", flags.trace and "trace"} - {None}
+    if len(given) > 1:
         raise ValueError("mix, workload, trace: give one of them")
     if flags.trace is None and flags.workload != "agents" and flags.request_rate is None:
         raise ValueError("request_rate: how many arrive per second must be given, with --request-rate")
-    name = "trace" if flags.trace is not None else flags.workload or "mix"
+    name = str(next(iter(given), "mix"))
+    if name == "trace" and flags.trace is None:
+        raise ValueError("trace: the workload trace needs a file, with --trace")
     if name in _CLOSED_LOOPS or name not in (*SHAPES, "mix", "agents", "trace"):
         known = ", ".join(shape for shape in (*SHAPES, "agents") if shape not in _CLOSED_LOOPS)
         raise ValueError(f"workload: {name!r} cannot be simulated; choose from {known}, or a --mix or --trace")
@@ -232,6 +254,46 @@ def _run(fleet: "SimulatedFleet", flags: SimulateFlags, jobs: _Jobs, targets: "T
     Console().print(report.table(found, time.perf_counter() - started))
     if flags.json_file is not None:
         flags.json_file.write_text(json.dumps(found, indent=1) + "\n")
+    if flags.plot_file is not None:
+        flags.plot_file.write_text(report.plotted(outcome, targets))
+
+
+def _find_rate(fleet: "SimulatedFleet", flags: SimulateFlags, targets: "Targets") -> None:
+    """Search for the highest rate, from --request-rate or 1 request/s on, and print the rates that were tried.
+
+    Raises:
+        ValueError: the load has no rate, or other runs are asked for besides.
+    """
+    from crossdock.cluster.simulate import report
+    from crossdock.cluster.simulate.capacity_search import best_of, highest_rate, queue_of
+    from crossdock.cluster.simulate.simulation import Simulation
+    from crossdock.cluster.simulate.study import Score
+
+    if flags.trace is not None or flags.workload == "agents":
+        raise ValueError("find_rate: a trace and agents have no rate to vary; give --mix or another --workload")
+    if flags.policy or flags.shipping or flags.sweep or flags.plot_file is not None:
+        raise ValueError("find_rate: leave out --policy, --shipping, --sweep and --plot; each search is of one fleet")
+    goal = flags.find_rate or 1.0
+    seeds = range(flags.seed, flags.seed + flags.seeds)
+
+    def run(rate: float) -> tuple[float, bool]:
+        jobs = _jobs(fleet, replace(flags, request_rate=rate))
+        outcomes = [Simulation(fleet, seed).run(jobs(seed), _until(flags)) for seed in seeds]
+        if not all(outcome.samples for outcome in outcomes):
+            return 1.0, False  # so few that none arrives
+        shares = [Score.of(outcome, targets).good for outcome in outcomes]
+        return fmean(shares), any(queue_of(outcome.samples).grows for outcome in outcomes)
+
+    trials = highest_rate(run, goal, flags.request_rate or 1.0)
+    num_gpus = sum(pool.replicas * report.gpus_of(pool) for pool in fleet.pools)
+    console = Console(highlight=False, soft_wrap=True)
+    console.print(report.search_table(trials, goal))
+    console.print(report.search_answer(trials, goal, num_gpus))
+    if flags.json_file is not None:
+        best = best_of(trials, goal)
+        found = {"goal": goal, "gpus": num_gpus, "requests_per_s": None if best is None else best.rate}
+        data = found | {"trials": [trial._asdict() for trial in trials]}
+        flags.json_file.write_text(json.dumps(data, indent=1) + "\n")
 
 
 def _compare(
@@ -242,7 +304,8 @@ def _compare(
     from crossdock.cluster.simulate.study import scores
 
     seeds = range(flags.seed, flags.seed + flags.seeds)
-    num_done, total = 0, len(fleets) * len(seeds)
+    num_done = 0
+    total = len(fleets) * len(seeds)
     with progress(stderr, "Comparing", "simulations") as reported:
 
         def done(name: str, seed: int, score: "Score") -> None:
@@ -257,3 +320,5 @@ def _compare(
     if flags.json_file is not None:
         data = {name: [asdict(score) for score in runs] for name, runs in found.items()}
         flags.json_file.write_text(json.dumps({"seeds": list(seeds), "scores": data}, indent=1) + "\n")
+    if flags.plot_file is not None:
+        flags.plot_file.write_text(report.plotted_comparison(found))

@@ -10,8 +10,8 @@ from functools import partial
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.replica import Action, SimulatedReplica
 from crossdock.cluster.simulate.transfer import SimulatedNetwork
-from crossdock.workers.schedule.memory.prefix_index import PageHash
-from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.request.page_hashes import PageHash
+from crossdock.workers.schedule.request.request import Request
 
 _DEADLINE_S = 10.0  # the default of `transfer.deadline_s`
 
@@ -27,7 +27,7 @@ class SimulatedFetch:
     latency_s: float  # of a message between replicas
     _key: str = ""  # of the fetch, and owner of the pages at the source
     _hashes: Sequence[PageHash] = field(default_factory=tuple)
-    _num_tokens: int = 0  # that the source has
+    _num_tokens: int = 0  # tokens that the source has
 
     def ask(self, request: Request, now: float) -> None:
         """The target has taken the request."""

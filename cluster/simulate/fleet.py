@@ -6,17 +6,17 @@ from pathlib import Path
 from typing import Any, Self
 from zlib import crc32
 
-import yaml
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
+from crossdock.cluster.yaml_text import read_yaml
 from crossdock.router.fleet import RouterConfig
 from crossdock.router.scaling import ScalingConfig
 from crossdock.workers.report.presets import stored_profile
 from crossdock.workers.report.profile import NO_ENCODE_POOLS, Role, SchedulingProfile, TierSize
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
-from crossdock.workers.schedule.slo import SloClass
-from crossdock.workers.schedule.submission import Adapter
+from crossdock.workers.schedule.request.slo import SloClass
+from crossdock.workers.schedule.request.submission import Adapter
 
 _HOST_RATE = 5e9  # bytes per second, where the profile has none: as a server assumes until pages are measured
 
@@ -267,11 +267,11 @@ def describe(data: Mapping[str, Any], folder: Path = Path()) -> SimulatedFleet:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        data = yaml.safe_load(path.read_text())
+        data = read_yaml(path.read_text())
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from None
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ValueError(f"{path}: not YAML: {' '.join(str(error).split())}") from None
+    except ValueError as error:
+        raise ValueError(f"{path}: not YAML: {error}") from None
     if not isinstance(data, dict):
         raise ValueError(f"{path}: a mapping is expected ({', '.join(SimulatedFleet.model_fields)}), not {data!r}")
     return data

@@ -1,17 +1,17 @@
 """One simulated replica: the real scheduler and pages, and a clock where the model would be.
 
 Works in the order of `EngineThread`: posted actions, then a step, then transfers. A replica that runs ahead schedules a
-step when the one before it begins. While no request comes or ends, steps that are alike are taken at once (stretch.py).
-That changes nothing but the time that the simulation takes.
+step when the one before it begins. While no request comes or ends, steps that are alike are taken at once
+(fast_forward.py). That changes nothing but the time that the simulation takes.
 """
 
 from bisect import bisect_right
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from math import exp
-from typing import TYPE_CHECKING, TypeAlias
+from typing import Protocol, TypeAlias
 
 import numpy as np
 
@@ -20,17 +20,14 @@ from crossdock.cluster.simulate.fleet import SimulatedAdapters, SimulatedPool
 from crossdock.cluster.simulate.tiers import SimulatedTiers
 from crossdock.workers.report.publisher import Publisher
 from crossdock.workers.schedule.ahead import assume_ended
-from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.cost.stages import Stages
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy
+from crossdock.workers.schedule.fast_forward import advance, steady_steps
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.pictures.encoding import Encoding
-from crossdock.workers.schedule.request import adapter_work
+from crossdock.workers.schedule.request.batch import Batch, SampledToken, Scheduled
+from crossdock.workers.schedule.request.request import Request, TokenDelta, adapter_work
 from crossdock.workers.schedule.scheduler import Scheduler
-from crossdock.workers.schedule.stretch import advance, steady_steps
-
-if TYPE_CHECKING:
-    from crossdock.cluster.simulate.simulation import Simulation
 
 TOKEN = 2**32 - 1  # the token that every simulated model samples
 _SAMPLED = SampledToken(TOKEN)
@@ -86,6 +83,28 @@ class DrawnDrafts:
         return SampledToken(TOKEN, accepted=[_SAMPLED] * num_accepted)
 
 
+class Observer(Protocol):
+    """Gets the results of a replica's work: the simulation."""
+
+    def scheduled(self, replica: "SimulatedReplica", batch: Batch, now: float) -> None:
+        """Note that a step begins."""
+
+    def streamed(self, requests: Sequence[Request], times: Sequence[float]) -> None:
+        """Note that each of the requests has made a token at each of the times."""
+
+    def stepped(self, replica: "SimulatedReplica", batch: Batch, deltas: Sequence[TokenDelta], now: float) -> None:
+        """Note that a step has ended."""
+
+    def granted(self, replica: "SimulatedReplica", granted: Request, now: float) -> None:
+        """Note that there are pages for a prompt that another replica computes."""
+
+    def returned(self, replica: "SimulatedReplica", returned: Request, now: float) -> None:
+        """Note that a request has ended on the replica to make way for a more urgent one."""
+
+    def published(self, replica: "SimulatedReplica", now: float) -> None:
+        """Report the replica's live profile to the routers and the scaler."""
+
+
 @dataclass(slots=True)
 class _Flight:
     """A step that has begun and not ended. Without a pipeline, also the steps behind it that are alike."""
@@ -101,7 +120,7 @@ class SimulatedReplica:
     name: str
     pool: SimulatedPool
     clock: Clock
-    observer: "Simulation"  # gets the results of its work
+    observer: "Observer"  # gets the results of its work
     noise: Noise
     publish_s: float  # from one live profile to the next while requests come and go, at least
     at_once: bool = True  # False: one step after the other, to compare with
@@ -127,15 +146,20 @@ class SimulatedReplica:
     _version: int = 0  # of the plan that is in the clock
 
     def __post_init__(self) -> None:
-        profile, speculative = self.pool.profile, self.pool.speculative_config
-        sizes, windows, state_pages = (profile.num_pages, profile.page_size), profile.windows, profile.state_pages
+        profile = self.pool.profile
+        speculative = self.pool.speculative_config
+        sizes = (profile.num_pages, profile.page_size)
+        windows = profile.windows
+        state_pages = profile.state_pages
         self.tiers = SimulatedTiers(profile, self.clock, partial(self.post, self._advance_loads))
         on_evict = self.tiers.evicted if self.tiers.tiers.tiers else None
         pages = PagePool(*sizes, self.pool.enable_prefix_caching, windows, state_pages, on_evict)
-        overrun, depth = max(profile.overrun, self.noise.overrun), profile.pipeline_parallel_size
+        overrun = max(profile.overrun, self.noise.overrun)
+        depth = profile.pipeline_parallel_size
         self._stages = Stages.of(depth, profile.interval_share)
-        num_rows, encoder = profile.encoder_rows or _ROWS, (profile.encoder_cost, profile.keeps_items_whole)
-        encoding = Encoding(num_rows, *encoder)
+        capacity = profile.encoder_tokens or _ROWS
+        encoder = (profile.encoder_cost, profile.keeps_items_whole)
+        encoding = Encoding(capacity, *encoder)
         self.scheduler = Scheduler(
             self.pool.engine,
             pages,
@@ -160,13 +184,13 @@ class SimulatedReplica:
         self._inbox.append((action, ends))
         if self._flights:
             flight = self._flights[0]
-            is_stretch = len(flight.ends) > 1
-            if is_stretch:  # it ends with the step that runs now
+            is_fast_forward = len(flight.ends) > 1
+            if is_fast_forward:  # it ends with the step that runs now
                 self._pass(flight, bisect_right(flight.ends, now, hi=len(flight.ends) - 1))
                 flight.ends = flight.ends[:1]
             if self._is_ahead and len(self._flights) == 1:
                 self._begin_ahead(now)
-            if is_stretch:
+            if is_fast_forward:
                 self._plan()
         elif not self._is_between:
             self._go_round(now)
@@ -223,12 +247,13 @@ class SimulatedReplica:
             self._take(batch, now, now)
             if not batch:
                 return
-        if self._is_ahead and len(self._flights) == 1 and not self._stretch(self._flights[0]):
+        if self._is_ahead and len(self._flights) == 1 and not self._fast_forward(self._flights[0]):
             self._begin_ahead(now)
 
     def _begin_ahead(self, now: float) -> None:
         """Schedule the step behind the one in flight, as `Engine.begin_step` does."""
-        flight, table = self._flights[0], self.scheduler.table
+        flight = self._flights[0]
+        table = self.scheduler.table
         if table.needs_preemption:
             return
         ends = flight.ends[-1]
@@ -248,23 +273,31 @@ class SimulatedReplica:
         self.tiers.advance(self.scheduler.loading, now)
 
     def _begin(self, batch: Batch, now: float) -> _Flight:
-        cost, step = self.pool.profile.cost, self.num_steps + len(self._flights)
+        cost = self.pool.profile.cost
+        step = self.num_steps + len(self._flights)
         seconds = cost.seconds(batch.work)
         seconds += self.scheduler.encoding.seconds(batch.encoder.items)
         flight = _Flight(batch, [self._stages.begin(seconds * self.noise.factor(step), now)])
         if not self._is_ahead and len(self._stages.shares) == 1:
-            self._stretch(flight)
+            self._fast_forward(flight)
         return flight
 
-    def _stretch(self, flight: _Flight) -> bool:
+    def _fast_forward(self, flight: _Flight) -> bool:
         """Add the steps that are alike to the only one in flight. Return whether there are any."""
-        batch, cost, scheduler, step = flight.batch, self.pool.profile.cost, self.scheduler, self.num_steps
+        batch = flight.batch
+        cost = self.pool.profile.cost
+        scheduler = self.scheduler
+        step = self.num_steps
         more = steady_steps(scheduler.table, scheduler.forecast.cost, batch) - 1 if self.at_once else 0
-        due, num_streams = self.publisher.due, len(batch.scheduled)
-        context, end = sum([part.start for part in batch.scheduled]), flight.ends[0]
+        due = self.publisher.due
+        num_streams = len(batch.scheduled)
+        context = sum([part.start for part in batch.scheduled])
+        end = flight.ends[0]
         adapters = adapter_work([part.request for part in batch.scheduled])
         while more and end < due:
-            more, step, context = more - 1, step + 1, context + num_streams
+            more = more - 1
+            step = step + 1
+            context = context + num_streams
             end += cost.decode_step_seconds(num_streams, context, *adapters) * self.noise.factor(step)
             flight.ends.append(end)
         return len(flight.ends) > 1
@@ -277,7 +310,8 @@ class SimulatedReplica:
         """Account for the first `done` of the steps in a flight; the next one is running."""
         if not done:
             return
-        ends, flight.ends = flight.ends[:done], flight.ends[done:]
+        ends = flight.ends[:done]
+        flight.ends = flight.ends[done:]
         for end in ends:  # one by one, as if they had been taken one by one: floats
             self.busy_s += end - self._since
             self._since = end
@@ -292,8 +326,10 @@ class SimulatedReplica:
         if version != self._version or self.until is not None:
             return  # the plan has changed, or the replica has died
         self._pass(self._flights[0], len(self._flights[0].ends) - 1)
-        batch, self._is_between = self._flights.popleft().batch, True
-        self.step_s, self._since = now - self._since, now
+        batch = self._flights.popleft().batch
+        self._is_between = True
+        self.step_s = now - self._since
+        self._since = now
         self.busy_s += self.step_s
         self.num_steps += 1
         self.num_decoded += batch.num_decodes

@@ -13,7 +13,10 @@ from rich.table import Table
 
 from crossdock.cluster.bench import metrics
 from crossdock.cluster.bench.metrics import Sample, Targets
+from crossdock.cluster.bench.plot import Series, plot, series_of_samples
 from crossdock.cluster.bench.report import add_classes, add_tenants
+from crossdock.cluster.simulate.capacity_search import Trial, best_of, offered_rate, queue_of
+from crossdock.cluster.simulate.fleet import SimulatedPool
 from crossdock.cluster.simulate.replica import SimulatedReplica
 from crossdock.cluster.simulate.simulation import Outcome
 from crossdock.cluster.simulate.study import Estimate, Score
@@ -28,6 +31,10 @@ def figures(outcome: Outcome, targets: Targets) -> dict[str, Any]:
         "seed": outcome.seed,
         "router": outcome.fleet.router.model_dump(),
         "requests": len(outcome.samples),
+        "gpus": sum(gpus_of(each.pool) for each in outcome.replicas),
+        "gpu_hours": sum(gpus_of(each.pool) * _alive_s(each, outcome.duration) for each in outcome.replicas) / 3600,
+        "offered_requests_per_s": offered_rate(outcome.samples),
+        "queue": queue_of(outcome.samples)._asdict() | {"grows": queue_of(outcome.samples).grows},
         "duration_s": outcome.duration,
         "prefix_hit_rate": metrics.hit_rate(outcome.samples),
         **metrics.by_class(outcome.samples, outcome.duration, targets),
@@ -48,7 +55,7 @@ def _tenants(outcome: Outcome, targets: Targets) -> dict[str, Any]:
     found = metrics.by_tenant(outcome.samples, outcome.duration, targets)
     charged = [replica.scheduler.table.tenants.charged for replica in outcome.replicas]
     for name, own in found.items():
-        own["charged_s"] = sum(seconds for each in charged for (payer, _), seconds in each.items() if payer == name)
+        own["charged_s"] = sum(seconds for each in charged for (tenant, _), seconds in each.items() if tenant == name)
     return found
 
 
@@ -94,6 +101,7 @@ def _pool(outcome: Outcome, name: str) -> dict[str, Any]:
     seconds = max(outcome.duration, 1e-9)
     return {
         "role": replicas[0].pool.role if replicas else None,
+        "gpus_each": gpus_of(replicas[0].pool) if replicas else 0,
         "replicas": {replica.name: share for replica, share in zip(replicas, busy, strict=True)},
         "utilisation": float(np.mean(busy)) if busy else 0.0,
         "steps": sum(replica.num_steps for replica in replicas),
@@ -101,6 +109,12 @@ def _pool(outcome: Outcome, name: str) -> dict[str, Any]:
         "decode_tokens_per_s": sum(replica.num_decoded for replica in replicas) / seconds,
         "preemptions": sum(replica.scheduler.table.num_preemptions for replica in replicas),
     }
+
+
+def gpus_of(pool: SimulatedPool) -> int:
+    """Return the devices of each replica of a pool: the ranks of its profile."""
+    profile = pool.profile
+    return profile.tensor_parallel_size * profile.pipeline_parallel_size
 
 
 def _utilisation(replica: SimulatedReplica, duration: float) -> float:
@@ -131,11 +145,18 @@ def table(found: dict[str, Any], wall_s: float) -> Table:
     """Return a two-column table; times in milliseconds. `wall_s`: seconds that the simulation took."""
     replicas = sum(len(pool["replicas"]) for pool in found["pools"].values())
     router = found["router"]["policy"]
-    title = f"{found['requests']:,} requests on {replicas:,} replicas, placed by {router}"
+    title = f"{found['requests']:,} requests on {replicas:,} replicas of {found['gpus']:,} GPUs, placed by {router}"
     out = Table(title=title, show_header=False, title_justify="left")
     out.add_column(style="bold", no_wrap=True)
     out.add_column(justify="right")
     out.add_row("simulated", f"{found['duration_s']:.1f} s in {wall_s:.1f} s")
+    seconds = max(found["duration_s"], 1e-9)
+    done = f"{found['offered_requests_per_s']:.2f} / {found['requests'] / seconds:.2f} requests/s"
+    out.add_row("offered / done", done)
+    queue = found["queue"]
+    if queue["grows"]:
+        text = f"{queue['half']:,} waited after half of the arrivals, {queue['end']:,} at their end"
+        out.add_row("the queue grows: a longer run keeps fewer promises", text, style="yellow")
     if found["prefix_hit_rate"] is not None:
         out.add_row("prompt tokens from prefix caches", f"{found['prefix_hit_rate']:.1%}")
     add_classes(out, found)
@@ -147,7 +168,7 @@ def table(found: dict[str, Any], wall_s: float) -> Table:
             continue
         shares = pool["replicas"].values()
         out.add_row(
-            f"{escape(name)}: {len(shares)} x busy (least to most)",
+            f"{escape(name)}: {len(shares)} x {_gpus(pool['gpus_each'])}, busy (least to most)",
             f"{pool['utilisation']:.0%} ({min(shares):.0%} to {max(shares):.0%})",
         )
         rates = f"{pool['prefill_tokens_per_s']:.0f} / {pool['decode_tokens_per_s']:.0f} tok/s"
@@ -163,11 +184,40 @@ def table(found: dict[str, Any], wall_s: float) -> Table:
             out.add_section()
         outcome = f"{decision['running']} running, {decision['broken']} broken"
         out.add_row(f"{decision['at']:.1f} s: {escape(describe_decision(decision))}", outcome)
+    out.add_section()
+    out.add_row("GPU hours", f"{found['gpu_hours']:.2f}")
     if found["cost"] is not None:
         cost = found["cost"]
         out.add_section()
         out.add_row("cost of a million output tokens", f"{cost['per_million_output_tokens']:.3f}")
         out.add_row("cost of a million tokens, prompts too", f"{cost['per_million_tokens']:.3f}")
+    return out
+
+
+def _gpus(number: int) -> str:
+    return f"{number} GPU{'s' * (number != 1)}"
+
+
+def search_answer(trials: Sequence[Trial], goal: float, num_gpus: int) -> str:
+    """Return the result of a search for the highest rate as a sentence."""
+    if (best := best_of(trials, goal)) is None:
+        return f"No rate that was tried keeps {goal:.0%} good on {_gpus(num_gpus)}."
+    return f"{best.rate:.3g} requests/s keep {goal:.0%} good on {_gpus(num_gpus)}."
+
+
+def search_table(trials: Sequence[Trial], goal: float) -> Table:
+    """Return a table of the rates that a search for the highest one has tried."""
+    best = best_of(trials, goal)
+    out = Table()
+    for name in ("requests/s", "good, %", "queue"):
+        out.add_column(name, justify="right", no_wrap=True)
+    for trial in trials:
+        out.add_row(
+            f"{trial.rate:.3g}",
+            f"{100 * trial.good:.1f}",
+            "grows" if trial.grows else "",
+            style="bold" if trial == best else None,
+        )
     return out
 
 
@@ -188,3 +238,23 @@ def comparison(found: Mapping[str, Sequence[Score]], num_seeds: int) -> Table:
             *(str(Estimate.of([getattr(score, field) for score in runs])) for field in ("ttft_p99", "tpot_p99")),
         )
     return out
+
+
+def plotted(outcome: Outcome, targets: Targets) -> str:
+    """Return a plot of TTFT and TPOT of each request. ValueError: no request has two tokens."""
+    pools = ", ".join(f"{pool.name} {pool.replicas}" for pool in outcome.fleet.pools)
+    subtitle = f"crossdock simulate, seed {outcome.seed}; replicas: {pools}"
+    title = f"{len(outcome.samples):,} simulated requests, placed by {outcome.fleet.router.policy}"
+    return plot(title, subtitle, series_of_samples(outcome.samples, targets))
+
+
+def plotted_comparison(found: Mapping[str, Sequence[Score]]) -> str:
+    """Return a plot of the urgent class's p99 of each fleet that was compared: the mean over the seeds."""
+    points = [
+        (fmean(score.ttft_p99 for score in runs) / 1e3, fmean(score.tpot_p99 for score in runs))
+        for runs in found.values()
+    ]
+    labels = [name or "as given" for name in found]
+    num_seeds = len(next(iter(found.values())))
+    subtitle = f"crossdock simulate, mean of {num_seeds} seed{'s' * (num_seeds > 1)}"
+    return plot("p99 of TTFT and TPOT of the most urgent class", subtitle, [Series("", points, labels)])

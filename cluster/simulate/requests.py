@@ -11,10 +11,10 @@ from crossdock.cluster.simulate.fetch import SimulatedFetch
 from crossdock.cluster.simulate.replica import TOKEN
 from crossdock.cluster.simulate.transfer import SimulatedTransfer
 from crossdock.router.request_life import RequestLife
-from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.submission import Adapter, SamplingParams, Submission
+from crossdock.workers.schedule.request.items import Item
+from crossdock.workers.schedule.request.submission import Adapter, SamplingParams, Submission
 
-_ROW_SIDE = 28  # pixels on each side that one row of Qwen2-VL's encoder stands for
+_ROW_SIDE = 28  # pixels on each side that one embedding token of Qwen2-VL stands for
 _PLACEHOLDER = 2**32 - 2  # a token that no text has
 
 
@@ -54,7 +54,8 @@ def prompt_of(job: Job) -> tuple[list[int], list[Item]]:
 
     Two pictures are equal exactly where their keys are.
     """
-    ids, items = list[int](), list[Item]()
+    ids = list[int]()
+    items = list[Item]()
     for picture in job.pictures:
         rows = max(round(picture.side / _ROW_SIDE) ** 2, 1)
         content_hash = blake2b(f"{picture.key}/{picture.side}".encode(), digest_size=16).digest()
@@ -72,7 +73,7 @@ def submission_of(name: str, job: Job, slo_class: str, adapter: Adapter | None) 
         sampling(job.output_tokens),
         slo_class=slo_class,
         is_promised=job.service_tier is not None,  # as at the API
-        payer=job.tenant or "",
+        tenant=job.tenant or "",
         weight=job.weight,
         items=items,
         adapter=adapter,

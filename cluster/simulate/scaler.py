@@ -1,14 +1,14 @@
 """Sizes of pools and roles of replicas in simulated time, in place of `cluster/serve/scaler.py` and Serve."""
 
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import Protocol
 
+from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.fleet import SimulatedFleet, SimulatedPool
+from crossdock.cluster.simulate.replica import SimulatedReplica
 from crossdock.router.scaling import Bounds, Flip, Resize, Scaling
-
-if TYPE_CHECKING:
-    from crossdock.cluster.simulate.simulation import Simulation
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,12 +19,40 @@ class Decision:
     action: Resize | Flip
 
 
+class ScaledCluster(Protocol):
+    """Has the replicas that a scaler changes: the simulation."""
+
+    @property
+    def clock(self) -> Clock: ...
+
+    @property
+    def replicas(self) -> Mapping[str, SimulatedReplica]:
+        """The replicas that are alive, by name."""
+
+    @property
+    def held(self) -> Iterable[str]:
+        """The models that requests wait for."""
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request is in flight or still to come."""
+
+    def start(self, pool: SimulatedPool, now: float) -> None:
+        """Start a replica of a pool."""
+
+    def retire(self, name: str, now: float) -> None:
+        """Send a replica no new requests, and end it when its running ones have ended."""
+
+    def published(self, replica: SimulatedReplica, now: float) -> None:
+        """Report a replica's live profile to the routers and the scaler."""
+
+
 @dataclass(slots=True)
 class SimulatedScaler:
     """Looks at the demand every `interval_s`, as long as there is work, and applies what `Scaling` decides."""
 
     fleet: SimulatedFleet
-    cluster: "Simulation"  # whose replicas it changes
+    cluster: ScaledCluster
     decisions: list[Decision] = field(default_factory=list)
     scaling: Scaling = field(init=False)
     _retired: set[str] = field(default_factory=set)  # replicas that take no new requests

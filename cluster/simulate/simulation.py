@@ -24,10 +24,10 @@ from crossdock.cluster.simulate.transfer import SimulatedNetwork, SimulatedTrans
 from crossdock.router.actions import Action, Detach, Fail, PlaceAgain, ReplicaLost, Submit
 from crossdock.router.fleet import Fleet
 from crossdock.router.request_life import RequestLife
-from crossdock.workers.report.advertise import HEARTBEAT_S, LiveProfile
-from crossdock.workers.schedule.batch import Batch
-from crossdock.workers.schedule.request import Request, TokenDelta
-from crossdock.workers.schedule.submission import Leg, Overloaded, Submission
+from crossdock.workers.report.live_profile import HEARTBEAT_S, LiveProfile
+from crossdock.workers.schedule.request.batch import Batch
+from crossdock.workers.schedule.request.request import Request, TokenDelta
+from crossdock.workers.schedule.request.submission import Leg, Overloaded, Submission
 
 _NOT_YET = 2**63 - 1  # as the number of a live profile: a request is in none so far
 
@@ -64,7 +64,7 @@ class Simulation:
         models = [model.name for model in fleet.models] or [""]
         self.routers = {model: [Fleet(fleet.router) for _ in range(fleet.routers)] for model in models}
         self.held: dict[str, list[SimulatedRequest]] = {}  # by model without replicas: the requests that wait for one
-        self.replicas: dict[str, SimulatedReplica] = {}  # that are alive
+        self.replicas: dict[str, SimulatedReplica] = {}  # living replicas, by name
         self.requests: dict[str, SimulatedRequest] = {}  # by id, those that have not ended
         self._scaler = SimulatedScaler(fleet, self) if fleet.is_elastic else None
         decisions = self._scaler.decisions if self._scaler is not None else []
@@ -303,8 +303,12 @@ class Simulation:
         """Note that there are pages for a prompt that another replica computes."""
         request = self.requests.get(granted.id)
         transfer = request.transfer if request is not None else None
-        if transfer is not None and transfer.receiver is replica and transfer.attempt == granted.epoch:
+        if request is None or transfer is None:
+            return
+        if transfer.receiver is replica and transfer.attempt == granted.epoch:
             transfer.grant(granted, now)
+            grant = TokenDelta(granted.id, [], epoch=granted.epoch)
+            self._do(request, request.life.tokens(replica.name, grant, now), now)
 
     def published(self, replica: SimulatedReplica, now: float) -> None:
         """Report a replica's live profile to the routers and the scaler."""

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.memory.page_stock import STATES
-from crossdock.workers.schedule.memory.prefix_index import PageHash
+from crossdock.workers.schedule.memory.block_pool import STATES
 from crossdock.workers.schedule.prefixes.loading import PrefixLoad, TierLoading
 from crossdock.workers.schedule.prefixes.tier_pages import PageKey, PageTier, TierPages
+from crossdock.workers.schedule.request.page_hashes import PageHash
 
 
 @dataclass(slots=True, eq=False)
@@ -24,13 +24,14 @@ class SimulatedTiers:
     wake: Callable[[float], None]  # lets the replica look again
     tiers: TierPages = field(init=False)
     _room: list[int] = field(default_factory=list)  # pages that each tier can still take
-    _loads: deque[PrefixLoad] = field(default_factory=deque)  # that have not ended, in order
-    _first: int | None = None  # of the first load: the page that was taken last; None: none yet
+    _loads: deque[PrefixLoad] = field(default_factory=deque)  # loads that have not ended, in order
+    _being_filled: int = 0  # entries of the first load
     _page_ends: float = 0.0  # when the page that is being loaded will be in the pool
     _planned: float = -1.0  # time of the next look
 
     def __post_init__(self) -> None:
-        tiers, num_bytes = list[PageTier](), max(self.profile.page_bytes, 1)
+        tiers = list[PageTier]()
+        num_bytes = max(self.profile.page_bytes, 1)
         for size in self.profile.tiers:
             if size.num_bytes:
                 seconds = num_bytes / size.bytes_per_second
@@ -69,31 +70,34 @@ class SimulatedTiers:
         """Begin and end what is due by `now`. A step computes pages of a tail that have not begun to load."""
         while self._loads and self._page_ends <= now:
             load = self._loads[0]
-            number = load.tail.take_last() if load.tail is not None else 0 if self._first is None else None
-            if number is None:
+            for _ in range(self._being_filled):
+                load.land()
+            self._being_filled = self._take(load)
+            if not self._being_filled:
                 self._loads.popleft()
                 self._end(loading, load)
             else:
-                self._first = number
                 self._page_ends += load.seconds if load.tail is None else load.tail.page_s
         self._plan()
 
+    def _take(self, load: PrefixLoad) -> int:
+        """Take the next page of a tail, or all pages of another load. Return how many these are."""
+        most = len(load.pages) if load.tail is None else 1
+        return sum(1 for _ in range(most) if load.take() is not None)
+
     def _end(self, loading: TierLoading, load: PrefixLoad) -> None:
-        first, self._first = self._first, None
         for each in load.pages:
             each.tier.loaded(len(each.pages), each.tier.load_s * len(each.pages))
-        if load.tail is None:
-            loading.finish(load, len(load.prefix.hashes))
-        else:
-            loading.meet(load, load.tail.num_pages if first is None else first)
+        loading.end(load)
 
     def _plan(self) -> None:
         """Look again when the first load will have ended, if no step takes pages of it until then."""
         if self._loads:
-            load, left = self._loads[0], 0.0
+            load = self._loads[0]
+            left = 0.0
             if load.tail is not None:
                 left = load.tail.num_pending * load.tail.page_s
-            elif self._first is None:
+            elif not self._being_filled:
                 left = load.seconds
             if (at := self._page_ends + left) != self._planned:
                 self._planned = at

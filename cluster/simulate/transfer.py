@@ -8,8 +8,8 @@ from functools import partial
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.replica import TOKEN, SimulatedReplica
 from crossdock.workers.schedule.memory.prefix_index import first_visible_page
-from crossdock.workers.schedule.request import Request, Status
-from crossdock.workers.schedule.submission import Leg
+from crossdock.workers.schedule.request.request import Request, Status
+from crossdock.workers.schedule.request.submission import Leg
 
 MAX_WRITE_BYTES = 32 << 20  # of one write of a rank: the default of `Dock`
 GRACE_S = 1.0  # after a replica's death, until its writes cannot land any more: the default of `transfer.grace_s`
@@ -28,7 +28,8 @@ class SimulatedNetwork:
 
         While a message waits for the receiver's link, the sender's link has time for others.
         """
-        out, into = (sender.name, True), (receiver.name, False)
+        out = (sender.name, True)
+        into = (receiver.name, False)
         seconds = num_bytes / min(replica.pool.profile.bytes_per_second for replica in (sender, receiver))
         begin = max(now, self._free.get(out, 0.0))
         self._free[out] = begin + seconds
@@ -86,7 +87,8 @@ class SimulatedTransfer:
 
     def computed(self, num_tokens: int, is_complete: bool, now: float) -> None:
         """The sender has computed `num_tokens` of the prompt; where `is_complete`, all of them and the first token."""
-        self._computed, self._is_complete = num_tokens, is_complete
+        self._computed = num_tokens
+        self._is_complete = is_complete
         self._send(now)
 
     def cancel(self, now: float) -> None:

@@ -40,7 +40,8 @@ class TokenServer:
 
     def __init__(self, config: Any, leads: bool) -> None:
         """`leads`: passes verl's calls to all servers on to the application, once for all servers."""
-        self._config, self._leads = config, leads
+        self._config = config
+        self._leads = leads
         self._http = httpx.AsyncClient(base_url=settings(config)["url"], timeout=None)
 
     async def generate(

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 from crossdock.cluster.tune.curves import Curves
 from crossdock.workers.report.profile import Role
-from crossdock.workers.schedule.pacing.chunking import SLACK_SHARE
+from crossdock.workers.schedule.policies.chunking import SLACK_SHARE
 
 
 @dataclass(frozen=True, slots=True)

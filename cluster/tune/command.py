@@ -70,6 +70,13 @@ class TuneFlags:
         Path | None,
         typer.Option("--profile", help="Write the profile of a replica here to this file, for `crossdock simulate`."),
     ] = None
+    plot_file: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE.svg", help="Draw TTFT against TPOT for each chunk and number of streams."),
+    ] = None
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show the tables of all that was measured, and what follows from each.")
+    ] = False
 
 
 @takes(TuneFlags)
@@ -87,7 +94,7 @@ def tune(flags: TuneFlags) -> None:
     except KeyboardInterrupt:
         raise typer.Exit(130) from None
     console = Console(highlight=False)
-    _show(found, console)
+    _show(found, console, is_verbose=flags.verbose)
     _write(found, flags)
     if flags.output is not None:
         console.print(f"Serve with these settings: crossdock serve --config {escape(str(flags.output))}")
@@ -141,6 +148,9 @@ def _parse_sizes(name: str, text: str) -> list[int]:
 
 def _check_files(flags: TuneFlags) -> None:
     """Raise ValueError if a file cannot be written later."""
+    from crossdock.cluster.bench.plot import check_plot_file
+
+    check_plot_file(flags.plot_file)
     files = {"output": flags.output, "json": flags.json_file, "profile": flags.profile_file}
     for name, file in files.items():
         if file is not None and not file.absolute().parent.is_dir():
@@ -168,7 +178,8 @@ def _find(flags: TuneFlags, sizes: _Grid, console: Console) -> "Findings":
     cluster = load(flags.config, {"model.path": flags.model} if flags.model is not None else {})
     pool = _pool(cluster, flags)
     begun = time.monotonic()
-    spec, computes_only = cluster.replica_spec(pool), pool.role == "prefill"
+    spec = cluster.replica_spec(pool)
+    computes_only = pool.role == "prefill"
     wanted = grid(sizes.chunks, () if computes_only else sizes.decodes, sizes.contexts)
     with ExitStack() as stack:
         with progress(console, f"Loading {cluster.model.name} and warming up"):
@@ -181,7 +192,8 @@ def _find(flags: TuneFlags, sizes: _Grid, console: Console) -> "Findings":
         left = max(flags.budget - (time.monotonic() - begun), _LEAST_SHARE * flags.budget)
         console.print(f"Measuring for {left:.0f} s of the {flags.budget:.0f} s that --budget allows")
         measured, is_interrupted = _sweep(engine, cells, flags.repeats, profile.cost, console, left)
-        kind, dtype = engine.model.device.type, str(engine.model.dtype).removeprefix("torch.")
+        kind = engine.model.device.type
+        dtype = str(engine.model.dtype).removeprefix("torch.")
     curves = Curves(measured, pool.pipeline_parallel_size, profile.interval_share)
     config = spec.engine
     target = flags.tpot if flags.tpot is not None else min(slo.tpot_s for slo in config.slo_classes)
@@ -221,7 +233,8 @@ def _sweep(
     from crossdock.cluster.tune.sweep import Sweep
 
     with progress(console, "Measuring") as progressed:
-        sweep, is_interrupted = Sweep(engine, cells, repeats, cost, progressed, budget_s), False
+        sweep = Sweep(engine, cells, repeats, cost, progressed, budget_s)
+        is_interrupted = False
         try:
             sweep.run()
         except KeyboardInterrupt:
@@ -249,9 +262,14 @@ def _device_name(kind: str, num_threads: int) -> str:
 # -- the report ------------------------------------------------------------------------------------------------------
 
 
-def _show(found: "Findings", console: Console) -> None:
+def _show(found: "Findings", console: Console, *, is_verbose: bool) -> None:
     from crossdock.cluster.tune import report
 
+    for line in report.advice(found):
+        console.print(escape(line))
+    if not is_verbose:
+        console.print("[dim]--verbose shows the tables behind this.[/dim]")
+        return
     console.print(report.stalls(found.curves))
     if found.advice.attainable:
         console.print(report.promises(found), report.trade_off(found))
@@ -269,3 +287,15 @@ def _write(found: "Findings", flags: TuneFlags) -> None:
         flags.profile_file.write_text(report.profile(found))
     if flags.output is not None:
         flags.output.write_text(report.snippet(found))
+    if flags.plot_file is not None:
+        _write_plot(found, flags.plot_file)
+
+
+def _write_plot(found: "Findings", file: Path) -> None:
+    """Draw the trade-off. A replica that computes prompts alone has none: say so and write no file."""
+    from crossdock.cluster.tune import report
+
+    try:
+        file.write_text(report.plotted(found))
+    except ValueError as error:
+        Console(stderr=True).print(f"[yellow]tune:[/yellow] {escape(str(error))}", highlight=False)

@@ -8,6 +8,7 @@ import numpy as np
 
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.cost.cost_fit import StepCostFit
+from crossdock.workers.schedule.cost.stages import gap_of
 
 NEAR_BEST = 0.9  # share of the best tokens/s from which larger chunks gain little
 _FOLDS = 5  # of the cross-validation
@@ -58,11 +59,8 @@ class Curves:
         return all(cell.is_measured for cell in self._of(chunk, decodes))
 
     def stall(self, chunk: int, decodes: int) -> float | None:
-        """Return the longest gap between two tokens of a stream in such steps, in seconds.
-
-        The gap is the longest step, or the intervals of all steps in flight where these take longer.
-        """
-        stretch = max(self.depth * self.interval_share, 1.0)
+        """Return the longest gap between two tokens of a stream in such steps, in seconds."""
+        stretch = gap_of(self.depth, self.interval_share)
         return max((cell.seconds * stretch for cell in self._of(chunk, decodes)), default=None)
 
     def rate(self, chunk: int, decodes: int) -> float | None:
@@ -74,7 +72,7 @@ class Curves:
     def tpot(self, chunk: int, decodes: int) -> float | None:
         """Return the mean gap between two tokens of a stream in such steps over all contexts, in seconds."""
         step = self._step(chunk, decodes)
-        return None if step is None else step * max(self.depth * self.interval_share, 1.0)
+        return None if step is None else step * gap_of(self.depth, self.interval_share)
 
     def ttft(self, prompt: int, chunk: int, decodes: int) -> float | None:
         """Return the seconds to the first token of a prompt of `prompt` tokens in such chunks, one in every step."""
@@ -122,7 +120,8 @@ class Curves:
 
     def held_out_errors(self) -> list[float]:
         """Return |predicted - actual| / actual of every measured cell, predicted from a fit to the other fifths."""
-        errors, cells = [], self.measured
+        errors = []
+        cells = self.measured
         for fold in range(min(_FOLDS, len(cells))):
             rest = [(cell.work, cell.seconds) for number, cell in enumerate(cells) if number % _FOLDS != fold]
             if rest:

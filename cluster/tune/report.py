@@ -11,9 +11,11 @@ from pydantic import BaseModel
 from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
+from crossdock.cluster.bench.plot import Series, plot
 from crossdock.cluster.config import ClusterConfig, PoolConfig
 from crossdock.cluster.tune.advice import Advice
 from crossdock.cluster.tune.curves import NEAR_BEST, Cell, Curves, relative_errors
+from crossdock.workers.report.capacity import STREAM_CONTEXT, most_streams
 from crossdock.workers.report.profile import SchedulingProfile
 
 
@@ -37,6 +39,41 @@ class Findings:
         return max(max(cell.context, cell.chunk) for cell in self.curves.cells)
 
 
+def advice(found: Findings) -> list[str]:
+    """Return three sentences: what the replica carries, which settings follow, and what a long prompt then costs."""
+    made = found.advice
+    pace = f"a token every {found.tpot_s * 1e3:g} ms"
+    context = min(STREAM_CONTEXT, found.profile.max_model_len)
+    settings = f"max_num_batched_tokens {made.max_num_batched_tokens}"
+    if made.min_chunk_tokens:
+        settings += f" and min_chunk_tokens {made.min_chunk_tokens}"
+    if not made.attainable:
+        return [
+            "This replica computes prompts alone, so that no stream waits for its chunks.",
+            f"Set {settings}: larger chunks gain less than 10 %.",
+            f"It computes up to {found.curves.best_rate:.0f} prompt tokens a second.",
+        ]
+    carried = most_streams(found.profile, found.tpot_s, context)
+    beside = max((row.decodes for row in made.attainable if row.chunk), default=0)
+    longest = max(cell.context for cell in found.curves.cells)
+    row = next(row for row in made.attainable if row.decodes == made.streams)
+    ttft = found.curves.ttft(found.prompt, made.min_chunk_tokens, made.streams)
+    if made.is_attainable and ttft is not None:
+        last = f"A prompt of {found.prompt} tokens then has its first token after {_short(ttft)} s beside "
+        last += f"{_streams(made.streams)} that keep the pace."
+    elif made.is_attainable:
+        last = f"Beside {_streams(made.streams)} that keep the pace, prompts are computed at {row.rate:.0f} tokens/s."
+    else:
+        last = f"Beside {_streams(made.streams)} of {longest} tokens a prompt slows them to "
+        last += f"{row.tpot_s * 1e3:.0f} ms a token: ask for that (--tpot), or give prompts replicas of their own."
+    return [
+        f"With no prompt beside them, {_streams(carried)} of {context} tokens get {pace}, as `crossdock serve` says "
+        f"at its start; with a chunk in every step, {_streams(beside)} of {longest} tokens, of the numbers measured.",
+        f"Set {settings}: larger chunks than {made.ceiling_chunk} tokens gain less than 10 %.",
+        last,
+    ]
+
+
 def stalls(curves: Curves) -> Table:
     """Return a table of the longest step over all contexts and the prefill rate: rows are chunks, columns streams."""
     contexts = sorted({cell.context for cell in curves.cells})
@@ -47,7 +84,8 @@ def stalls(curves: Curves) -> Table:
         caption += "; ≤: only contexts up to this size fit"
 
     def cell(chunk: int, decodes: int) -> str:
-        stall, efficiency = curves.stall(chunk, decodes), curves.efficiency(chunk, decodes) if chunk else None
+        stall = curves.stall(chunk, decodes)
+        efficiency = curves.efficiency(chunk, decodes) if chunk else None
         if stall is None:
             return _EMPTY
         mark = "" if curves.is_measured(chunk, decodes) else "~"
@@ -62,11 +100,29 @@ def trade_off(found: Findings) -> Table:
     curves = found.curves
 
     def cell(chunk: int, decodes: int) -> str:
-        ttft, tpot = curves.ttft(found.prompt, chunk, decodes), curves.tpot(chunk, decodes)
+        ttft = curves.ttft(found.prompt, chunk, decodes)
+        tpot = curves.tpot(chunk, decodes)
         return _EMPTY if ttft is None or tpot is None else f"{_short(ttft)} {_short(tpot * 1e3):>5}"
 
     title = f"TTFT in s of {found.prompt} tokens; TPOT in ms; by streams"
     return _by_chunk(title, None, curves, cell)
+
+
+def plotted(found: Findings) -> str:
+    """Return the plot of `trade_off`: a line for each number of streams, a point for each chunk.
+
+    Raises:
+        ValueError: no chunk was measured beside streams.
+    """
+    series = list[Series]()
+    for decodes in filter(None, found.curves.decodes):
+        own = [point for point in _points(found) if point["decodes"] == decodes]
+        points = [(point["ttft_s"], point["tpot_s"] * 1e3) for point in own]
+        series.append(Series(_streams(decodes), points, [f"{point['chunk']}" for point in own], is_line=True))
+    subtitle = (
+        f"crossdock tune, {datetime.date.today().isoformat()}: {found.device}; numbers at points are chunk tokens"
+    )
+    return plot(f"{found.config.model.name}: a prompt of {found.prompt} tokens beside streams", subtitle, series)
 
 
 def _short(value: float) -> str:
@@ -157,9 +213,12 @@ def _pages(found: Findings) -> list[dict[str, float]]:
 
 def sentences(found: Findings) -> list[str]:
     """Return the conclusions of the tables in words."""
-    advice, fit, knee = found.advice, found.curves.fit(), found.curves.knee(0)
+    advice = found.advice
+    fit = found.curves.fit()
+    knee = found.curves.knee(0)
     fixed = max(fit.base, fit.least_with_chunk)
-    half, ninety = fit.tokens_within(2 * fixed, 0), fit.tokens_within(fixed / (1 - NEAR_BEST), 0)
+    half = fit.tokens_within(2 * fixed, 0)
+    ninety = fit.tokens_within(fixed / (1 - NEAR_BEST), 0)
     lines = [
         f"The GEMMs are compute-bound from chunks of {knee} tokens: the smallest within 10 % of the best tokens/s. On "
         f"the fitted curve a chunk of {half} tokens takes twice its fixed cost, and one of {ninety} is within "
@@ -190,7 +249,8 @@ def sentences(found: Findings) -> list[str]:
         f"A token takes {found.profile.token_bytes} bytes of KV pages"
         + (", all ranks together." if found.pool.num_ranks > 1 else ".")
     )
-    own, started = _quantiles(found.curves.held_out_errors()), _quantiles(_errors_at_start(found))
+    own = _quantiles(found.curves.held_out_errors())
+    started = _quantiles(_errors_at_start(found))
     lines.append(
         f"StepCost predicts these steps with a median error of {own[0]:.1%}, p90 {own[1]:.1%} (each fifth of the steps "
         f"from the other four); as fitted when a replica starts: {started[0]:.1%}, p90 {started[1]:.1%}."
@@ -204,7 +264,8 @@ def sentences(found: Findings) -> list[str]:
 
 def as_json(found: Findings) -> dict[str, Any]:
     """Return every measured cell and all figures computed from them; times in seconds."""
-    own, started = _quantiles(found.curves.held_out_errors()), _quantiles(_errors_at_start(found))
+    own = _quantiles(found.curves.held_out_errors())
+    started = _quantiles(_errors_at_start(found))
     return {
         "date": datetime.date.today().isoformat(),
         "device": found.device,
@@ -265,7 +326,8 @@ def snippet(found: Findings) -> str:
 
     Sections `http` and `deploy` are left out: the first may have API keys.
     """
-    advice, config = found.advice, found.config
+    advice = found.advice
+    config = found.config
     settings = {"max_num_batched_tokens": advice.max_num_batched_tokens}
     if advice.min_chunk_tokens:
         settings["min_chunk_tokens"] = advice.min_chunk_tokens

@@ -30,7 +30,8 @@ def grid(chunks: Sequence[int], decodes: Sequence[int], contexts: Sequence[int])
 
 def fitting(engine: Engine, cells: Sequence[Cell]) -> list[Cell]:
     """Return the cells that fit into the model's length and the KV pool."""
-    pool, longest = engine.pages, engine.model.max_model_len
+    pool = engine.pages
+    longest = engine.model.max_model_len
     most_tokens = engine.config.max_num_batched_tokens
     pages = PageNeeds(pool.page_size, pool.windows, most_tokens, pool.state_pages).at_once
 
@@ -69,12 +70,19 @@ class Sweep:
     ) -> None:
         """`cells`: as `grid` orders them. `progressed` is called after each step with the predicted seconds of what is
         done, and of all."""
-        self._engine, self._cells, self._repeats = engine, cells, repeats
-        self._cost, self._progressed = cost, progressed
+        self._engine = engine
+        self._cells = cells
+        self._repeats = repeats
+        self._cost = cost
+        self._progressed = progressed
         self._times: dict[Cell, list[float]] = {}
         self._finished: set[int] = set()  # numbers of streams
-        self._done, self._unplanned = 0.0, 0.0  # predicted seconds; unplanned: of rounds after the planned ones
-        self._spent, self._budget_s = 0.0, budget_s  # measured seconds
+        # Predicted seconds; unplanned: of rounds after the planned ones.
+        self._done = 0.0
+        self._unplanned = 0.0
+        # Measured seconds.
+        self._spent = 0.0
+        self._budget_s = budget_s
         self._measured = self._affordable()
         self._planned = self._least()
         smallest = min((cell.chunk for cell in cells if cell.chunk), default=0)
@@ -181,7 +189,8 @@ def _chosen(line: Sequence[Cell], is_straight: Callable[[Cell], bool]) -> Iterat
 
     The decodes alone and both ends come first, then the middle of every span that is not straight or is wide.
     """
-    alone, sized = [cell for cell in line if not cell.chunk], [cell for cell in line if cell.chunk]
+    alone = [cell for cell in line if not cell.chunk]
+    sized = [cell for cell in line if cell.chunk]
     for cell in (*alone, *dict.fromkeys([*sized[:1], *sized[-1:]])):
         is_straight(cell)
         yield cell

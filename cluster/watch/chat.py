@@ -210,7 +210,8 @@ def _print(pieces: Generator[Piece, None, None], console: Console) -> float | No
 
     Reasoning is for people alone: a pipe gets the answer.
     """
-    first, is_after_reasoning = None, False
+    first = None
+    is_after_reasoning = False
     with contextlib.closing(pieces):
         try:
             for text, is_reasoning in pieces:

@@ -27,14 +27,16 @@ from rich.text import Text
 from crossdock.cluster.watch import scrape
 from crossdock.cluster.watch.address import server_root
 from crossdock.cluster.watch.scrape import Scrape
-from crossdock.workers.schedule.slo import DEFAULT_CLASSES
+from crossdock.workers.schedule.request.slo import DEFAULT_CLASSES
 
 _WINDOW = 5  # intervals that a frame covers: of one second's dozen steps p99 would be the slowest
 _TIMEOUT_S = 5.0  # for a response; a busy ingress takes seconds
 _ID = 20  # characters of a request's id, the last ones
 _GIVE_UP_S = 120.0  # without an answer; so long may a small server take to start again
 _BAR = 30  # cells of the KV bar
-_TENANTS = 6  # that are shown, those that were charged most
+_PANELS = 2  # replicas that always have a panel of their own
+_FLEET_LINES = 14  # of a screen of many replicas, beside its rows and its requests
+_TENANTS = 6  # tenants shown: the ones charged most
 
 
 def top(
@@ -173,12 +175,32 @@ class Readings:
         covers = f"the last {change.seconds:.1f} s" if change.seconds else "reading …"
         pools = {name: self._pools.get(name, "") for name in now.by(scrape.PAGES, "replica")}
         order = sorted(pools, key=lambda name: (pools[name], name))
+        if len(order) > _PANELS and 8 * len(order) + 12 > height:
+            return self._fleet(url, covers, {name: pools[name] for name in order}, height)
         replicas = [_replica(name, pools[name], now, change) for name in order]
         left = max(height - 8 * len(replicas) - 12, 3)
         return Group(
-            *(_header(url, Text(covers, "green")), *replicas, _classes(now, change), *_tenants(change)),
+            _header(url, Text(covers, "green")),
+            *replicas,
+            _classes(now, change),
+            *_tenants(change),
             _flights(self._requests, left),
         )
+
+    def _fleet(self, url: str, covers: str, pools: Mapping[str, str], height: int) -> RenderableType:
+        """Return the screen of many replicas: requests first, then a row for each replica, or where these do not fit
+        for each pool."""
+        now = self._scrapes[-1]
+        change = now.since(self._scrapes[0])
+        rest = Group(_classes(now, change), *_tenants(change))
+        left = height - _FLEET_LINES
+        rows = {name: [name] for name in pools}
+        if len(rows) > left:
+            rows = {}
+            for name, pool in pools.items():
+                rows.setdefault(pool, []).append(name)
+        flights = _flights(self._requests, max(left - len(rows), 3))
+        return Group(_header(url, Text(covers, "green")), flights, _rows(rows, pools, now, change), rest)
 
     def _scrape(self) -> Scrape:
         response = self.http.get("/metrics")
@@ -267,9 +289,44 @@ def _replica(replica: str, pool: str, now: Scrape, change: Scrape) -> Renderable
     )
 
 
+def _rows(rows: Mapping[str, Sequence[str]], pools: Mapping[str, str], now: Scrape, change: Scrape) -> RenderableType:
+    """Return a table with a row for each replica or each pool. `rows`: the replicas of each row, by its title."""
+    gained = {name: change.by(name, "replica") for name in (scrape.STEPS, scrape.PROMPT_TOKENS, scrape.OUTPUT_TOKENS)}
+    counts = {status: now.by(scrape.REQUESTS, "replica", status=status) for status in ("running", "waiting")}
+    states = {state: now.by(scrape.PAGES, "replica", state=state) for state in ("free", "owned", "cached")}
+    slowest = {name: change.quantile(scrape.STEP_SECONDS, 0.99, replica=name) or 0.0 for name in pools}
+    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("replica", no_wrap=True)
+    table.add_column("pool", no_wrap=True)
+    for title in ("steps/s", "step p99", "prefill/s", "decode/s", "running", "waiting", "pages used", "cached"):
+        table.add_column(title, justify="right", no_wrap=True)
+    for title, names in rows.items():
+
+        def total(values: Mapping[str, float], names: Sequence[str] = names) -> float:
+            return sum(values.get(name, 0.0) for name in names)
+
+        seconds = change.seconds or 1.0
+        rates = [_number(round(total(values) / seconds, 1)) for values in gained.values()]
+        owned, cached, free = (total(states[state]) for state in ("owned", "cached", "free"))
+        whole = (owned + cached + free) or 1.0
+        is_replica = title in pools
+        table.add_row(
+            escape(title) if is_replica else f"{len(names)} replicas",
+            escape(pools[title] if is_replica else title),
+            rates[0],
+            _seconds(max(slowest[name] for name in names)),
+            *rates[1:],
+            *(_number(total(values)) for values in counts.values()),
+            _percent(owned / whole),
+            _percent(cached / whole),
+        )
+    return table
+
+
 def _pages(pages: Mapping[str, float]) -> Text:
     used = pages.get("owned", 0) + pages.get("quarantined", 0)
-    cached, free = pages.get("cached", 0), pages.get("free", 0)
+    cached = pages.get("cached", 0)
+    free = pages.get("free", 0)
     whole = max(used + cached + free, 1)
     ends = [round(_BAR * part / whole) for part in (used, used + cached, whole)]
     return Text.assemble(
@@ -340,7 +397,8 @@ def _flights(requests: Sequence[Mapping[str, Any]] | None, rows: int) -> Rendera
     for title in ("computed", "prompt", "output", "waiting"):
         table.add_column(title, justify="right", no_wrap=True)
     for request in sorted(requests, key=_flight_order)[:rows]:
-        computed, prompt = request.get("num_computed_tokens", 0), request.get("num_prompt_tokens", 0)
+        computed = request.get("num_computed_tokens", 0)
+        prompt = request.get("num_prompt_tokens", 0)
         table.add_row(
             escape(str(request.get("request_id") or request.get("id", "-"))[-_ID:]),
             " · ".join(escape(f"{request[name]}") for name in ("slo_class", "model") if name in request) or "-",

@@ -6,7 +6,10 @@ const TIMEOUT_MS = 30000; // for an answer; a busy server takes seconds
 
 export class KeyNeeded extends Error {}
 
-export async function fetchJson(path) {
+export const fetchJson = async (path) => (await answerOf(path)).json();
+export const fetchText = async (path) => (await answerOf(path)).text();
+
+async function answerOf(path) {
   const key = sessionStorage.getItem(KEY);
   const headers = key ? { Authorization: `Bearer ${key}` } : {};
   const answer = await fetch(new URL(path, base), { headers, signal: AbortSignal.timeout(TIMEOUT_MS) }).catch(() => {
@@ -17,7 +20,7 @@ export async function fetchJson(path) {
     const body = await answer.json().catch(() => null);
     throw new Error(body?.error?.message ?? `The server answered ${answer.status}.`);
   }
-  return answer.json();
+  return answer;
 }
 
 // Returns a function that shows the form for a key if an error says that one is missing. `retry` is called with a new key

@@ -1,6 +1,7 @@
 // Polls every second, and less often while the server does not answer: the state of each replica, and the steps it has finished since the last poll.
 
-import { element, fetchJson, keyForm, quantile, row, time, whole } from "./api.js";
+import { element, fetchJson, fetchText, keyForm, quantile, row, time, whole } from "./api.js";
+import { showRequest } from "./request.js";
 import { Timeline, describeStep } from "./timeline.js";
 
 const KEEP_S = 60;
@@ -8,6 +9,9 @@ const PAGE_STATES = ["owned", "cached", "quarantined", "free"];
 const MOST_REQUESTS = 40;
 const MOST_TENANTS = 8;
 const LONGEST_PAUSE_S = 30;
+const MOST_CARDS = 4; // replicas whose steps are shown at once; of more only those that were chosen
+const FOLDED = 16; // replicas of a pool from which on its rows are folded
+const FIGURES_S = 10; // between two readings of the metrics, which are large
 const get = (id) => document.getElementById(id);
 
 class Card {
@@ -48,7 +52,26 @@ class Card {
       .map(([name, seconds]) => `${name} ${Math.round((100 * seconds) / total)} %`);
   }
 
+  row(window) {
+    const { state } = this, { pages, requests } = state;
+    const steps = this.steps.filter((step) => step.started > state.now - window);
+    const prompts = steps.reduce((sum, step) => sum + step.chunks.reduce((part, chunk) => part + chunk.num_tokens, 0), 0);
+    const outputs = steps.reduce((sum, step) => sum + step.num_decodes, 0);
+    const total = pages ? PAGE_STATES.reduce((sum, name) => sum + pages[name], 0) : 0;
+    const name = element("button", { type: "button", className: "link", title: "Show or hide its steps" }, this.name.slice(-8));
+    name.setAttribute("aria-pressed", chosen.has(this.name));
+    name.addEventListener("click", () => {
+      chosen.has(this.name) ? chosen.delete(this.name) : chosen.add(this.name);
+      wake();
+    });
+    return row(name, state.profile.role, requests.running, requests.waiting, (steps.length / window).toFixed(1),
+      time(quantile(steps.map((step) => step.seconds), 0.99)), whole(prompts / window), whole(outputs / window),
+      total ? `${Math.round((100 * pages.owned) / total)} %` : "–");
+  }
+
   show(window) {
+    this.root.hidden = cards.size > MOST_CARDS && !chosen.has(this.name);
+    if (this.root.hidden) return;
     const { state } = this;
     const { profile, pages, requests } = state;
     this.title.textContent = `${state.pool} ${this.name.slice(-6)}`;
@@ -86,6 +109,9 @@ class Card {
 }
 
 const cards = new Map();
+const chosen = new Set(); // names of replicas whose steps are shown
+const isOpen = new Map(); // by pool, where the viewer has folded or opened it
+let figures = { read: -FIGURES_S, tiles: [] };
 let isPaused = false;
 let pause = 1; // seconds to the next poll: doubled by each failure
 let wake = () => {};
@@ -109,6 +135,54 @@ function totals(states, window) {
   ];
 }
 
+// Returns the sums of counters over all replicas and ingresses, by name and outcome.
+function countersIn(text) {
+  const sums = {};
+  for (const [, name, labels, value] of text.matchAll(/^(crossdock_slo_\w+_total|crossdock_ingress_requests_refused_total)\{(.*)\} (\S+)$/gm)) {
+    const key = `${name} ${/outcome="(\w+)"/.exec(labels)?.[1] ?? ""}`.trim();
+    sums[key] = (sums[key] ?? 0) + Number(value);
+  }
+  return sums;
+}
+
+// Reads the model, the version, and what has been promised and kept since the start.
+async function readFigures() {
+  if (performance.now() / 1000 - figures.read < FIGURES_S) return;
+  figures.read = performance.now() / 1000;
+  const [models, version, text] = await Promise.all([fetchJson("v1/models"), fetchJson("version"), fetchText("metrics")]);
+  get("model").textContent = `${models.data.map((model) => model.id).join(", ")} · version ${version.version} · ${location.host}`;
+  const sums = countersIn(text);
+  const share = (name) => {
+    const met = sums[`${name} met`] ?? 0, every = met + (sums[`${name} missed`] ?? 0);
+    return every ? `${((100 * met) / every).toFixed(met === every ? 0 : 1)} %` : "–";
+  };
+  figures.tiles = [
+    ["First tokens in time", share("crossdock_slo_ttft_total")],
+    ["Streams in time", share("crossdock_slo_tpot_total")],
+    ["Refused (429)", whole(sums["crossdock_ingress_requests_refused_total"] ?? 0)],
+  ];
+}
+
+function showPools(window) {
+  const pools = new Map();
+  for (const card of cards.values()) pools.set(card.state.pool, [...(pools.get(card.state.pool) ?? []), card]);
+  const shown = [...pools].sort().map(([pool, members]) => {
+    const count = (name) => members.reduce((sum, card) => sum + card.state.requests[name], 0);
+    const title = element("summary", {}, `${pool}: ${members.length} replica${members.length > 1 ? "s" : ""}, ` +
+      `${whole(count("running"))} running, ${whole(count("waiting"))} waiting`);
+    const details = element("details", { open: isOpen.get(pool) ?? members.length <= FOLDED }, title);
+    title.addEventListener("click", () => isOpen.set(pool, !details.open));
+    if (details.open) {
+      const head = ["Replica", "Role", "Running", "Waiting", "Steps per second", "Step p99", "Prompt tokens/s", "Output tokens/s", "Pages in use"];
+      details.append(element("div", { className: "wide" }, element("table", {},
+        element("thead", {}, element("tr", {}, ...head.map((text, at) => element("th", { className: at > 1 ? "number" : "" }, text)))),
+        element("tbody", {}, ...members.map((card) => card.row(window))))));
+    }
+    return details;
+  });
+  get("pools").replaceChildren(...shown);
+}
+
 function showRequests(requests) {
   const rows = requests.slice(0, MOST_REQUESTS).map((request) => {
     const bar = element("div", { className: "bar", title: `${whole(request.num_computed_tokens)} tokens` }, element("span", { className: "done" }));
@@ -116,7 +190,8 @@ function showRequests(requests) {
     bar.firstChild.style.width = `${100 * share}%`;
     bar.setAttribute("role", "img");
     bar.setAttribute("aria-label", `${Math.round(100 * share)} % of ${whole(request.num_prompt_tokens)} tokens`);
-    const name = element("span", { title: request.request_id }, request.request_id.slice(0, 24));
+    const name = element("button", { type: "button", className: "link", title: `Timeline of ${request.request_id}` }, request.request_id.slice(0, 24));
+    name.addEventListener("click", () => showRequest(get("request"), request.request_id));
     const kind = [request.slo_class, request.model].filter(Boolean).join(" · ");
     return row(name, kind, request.state, bar, request.num_chunks, time(request.waiting_s), time(request.first_token_s),
       request.num_output_tokens, time(request.gap_max_s));
@@ -135,17 +210,19 @@ async function poll() {
     if (isPaused) return;
     const names = new Set(replicas.data.map((state) => state.replica));
     for (const [name, card] of cards) if (!names.has(name)) { card.root.remove(); cards.delete(name); }
+    for (const name of chosen) if (!names.has(name)) chosen.delete(name);
     for (const state of replicas.data) {
       if (!cards.has(state.replica)) {
         cards.set(state.replica, new Card(state.replica));
         get("replicas").append(cards.get(state.replica).root);
       }
-      const card = cards.get(state.replica);
-      card.update(state);
-      card.show(window);
+      cards.get(state.replica).update(state);
     }
+    await readFigures();
+    for (const card of cards.values()) card.show(window);
+    showPools(window);
     get("none").hidden = cards.size > 0;
-    get("totals").replaceChildren(...totals(replicas.data, window).map(([label, value]) =>
+    get("totals").replaceChildren(...[...totals(replicas.data, window), ...figures.tiles].map(([label, value]) =>
       element("div", { className: "tile" }, element("b", {}, value), element("span", { className: "faint" }, label))));
     showRequests(requests.data);
     showKey(null);

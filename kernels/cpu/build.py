@@ -100,13 +100,14 @@ def _is_own(found: os.stat_result) -> bool:
 def _compile(compiler: str, flags: tuple[str, ...], source: Path, target: Path) -> None:
     """Build beside the target and rename: killed or concurrent builds leave no incomplete library."""
     with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
-        objects, library = Path(folder) / "kernel.o", Path(folder) / "kernel.so"
+        objects = Path(folder) / "kernel.o"
+        library = Path(folder) / "kernel.so"
         # torch brings an OpenMP runtime under a name of its own; a second one would have a second pool of threads
         runtimes = sorted((Path(torch.__file__).parent / "lib").glob("libgomp*.so*"))
         link = [str(runtimes[0])] if runtimes else ["-fopenmp"]
         _run([compiler, *flags, "-c", str(source), "-o", str(objects)])
         _run([compiler, "-shared", str(objects), *link, "-o", str(library)])
-        library.chmod(0o755)  # whatever the umask
+        library.chmod(0o755)  # for any umask
         os.replace(library, target)
 
 

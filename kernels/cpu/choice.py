@@ -6,8 +6,8 @@ from itertools import permutations
 
 from crossdock.kernels.options import Kernel
 
-PREFERENCE: tuple[Kernel, ...] = ("own", "int8", "amx", "onednn", "torch")
-"""Which kernel is taken where several are as fast. Rows of `own` never depend on the batch, on any machine."""
+PREFERENCE: tuple[Kernel, ...] = ("native", "int8", "amx", "onednn", "torch")
+"""Which kernel is taken where several are as fast. Rows of `native` never depend on the batch, on any machine."""
 
 MARGIN = 1.1
 """A kernel this many times slower than the fastest counts as equal.

@@ -37,10 +37,10 @@ Kernels: TypeAlias = tuple[Kernel, ...]
 
 @dataclass(frozen=True, slots=True)
 class CpuAttention:
-    """Paged attention by the kernel that `cpu_kernels` names, own or torch.
+    """Paged attention by the kernel that `cpu_kernels` names, native or torch.
 
-    For auto, and for onednn, which has no attention: the fastest of own, amx and torch, measured when a shape is first
-    seen. Their rows may differ in the last bits, so only own's do not depend on the chunks of a prompt.
+    For auto, and for onednn, which has no attention: the fastest of native, amx and torch, measured when a shape is
+    first seen. Rows of amx and torch depend on the chunks of a prompt in their last bits; rows of native do not.
     """
 
     setting: CpuKernels = "auto"
@@ -49,8 +49,8 @@ class CpuAttention:
     def choices(self, heads: Heads, kernels: Kernels) -> tuple[KernelChoice, KernelChoice]:
         """Return the choices between `kernels` by rows, for chunks that begin a prompt and for chunks deep in one."""
         if (heads, kernels) not in self._choices:
-            if self.setting in ("own", "torch") or len(kernels) == 1:
-                single = only("own") if kernels == ("own",) else KernelChoice("own", "torch", CHUNK_FROM)
+            if self.setting in ("native", "torch") or len(kernels) == 1:
+                single = only("native") if kernels == ("native",) else KernelChoice("native", "torch", CHUNK_FROM)
                 self._choices[heads, kernels] = single, single
             else:
                 near, deep = (_measured(past, heads, kernels) for past in (0, 2 * LONG_CONTEXT))
@@ -84,24 +84,26 @@ class CpuAttention:
     def _faster_chunks(
         self, q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch, options: dict[str, Any]
     ) -> list[tuple[int, Kernel]]:
-        """Return the sequences of the batch for which another kernel than own is chosen, ascending, each with it."""
-        if batch.max_query_len < CHUNK_FROM or self.setting == "own":
+        """Return the sequences of the batch for which another kernel than native is chosen, ascending, each with it."""
+        if batch.max_query_len < CHUNK_FROM or self.setting == "native":
             return []
         heads = (q.shape[1], k_pages.shape[1], k_pages.shape[3], q.dtype)
         is_plain = options.get("softcap") is None and options.get("sinks") is None and batch.key_end is None
         reach = options.get("window") or options.get("attention_chunk") or math.inf
-        longest = reach if is_plain and k_pages.shape[3] == v_pages.shape[3] else 0  # that torch computes
-        own: Kernels = ("own",)
+        # longest context that torch computes
+        longest = reach if is_plain and k_pages.shape[3] == v_pages.shape[3] else 0
+        native: Kernels = ("native",)
         if self.setting != "torch" and amx_takes(q.dtype, k_pages, v_pages):
-            own = ("own", "amx")
-        starts, lengths = batch.query_start.tolist(), batch.kv_len.tolist()
+            native = ("native", "amx")
+        starts = batch.query_start.tolist()
+        lengths = batch.kv_len.tolist()
         chunks: list[tuple[int, Kernel]] = []
         for sequence, length in enumerate(lengths):
             rows = starts[sequence + 1] - starts[sequence]
             if rows >= CHUNK_FROM:
-                near, deep = self.choices(heads, own if length > longest else (*own, "torch"))
+                near, deep = self.choices(heads, native if length > longest else (*native, "torch"))
                 kernel = (deep if length - rows >= LONG_CONTEXT else near).at(rows)
-                if kernel != "own":
+                if kernel != "native":
                     chunks.append((sequence, kernel))
         return chunks
 
@@ -115,10 +117,12 @@ def flash_chunk(
     sees, and the keys of the chunk are attended apart. Their logarithms of the sum of exponentials join the results.
     """
     first, end = batch.query_start[sequence : sequence + 2].tolist()
-    kv_len, page_size = int(batch.kv_len[sequence]), k_pages.shape[2]
+    kv_len = int(batch.kv_len[sequence])
+    page_size = k_pages.shape[2]
     pages = batch.page_table[sequence, : -(-kv_len // page_size)].long()
     k, v = (x.transpose(0, 1)[:, pages].flatten(1, 2)[None] for x in (k_pages, v_pages))  # [1, Hkv, tokens, D]
-    rows, past = q[first:end].transpose(0, 1)[None], kv_len - (end - first)
+    rows = q[first:end].transpose(0, 1)[None]
+    past = kv_len - (end - first)
     flash = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     own, own_lse = flash(rows, k[:, :, past:kv_len], v[:, :, past:kv_len], 0.0, True, scale=scale)
     if past:

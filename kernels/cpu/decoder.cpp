@@ -186,13 +186,13 @@ class Attention {
 };
 
 template <class T>
-using OwnAttention = Attention<T, paged::Worker<T, std::conditional_t<std::is_same_v<T, bf16>, paged::ForBf16, paged::Floats>>>;
+using NativeAttention = Attention<T, paged::Worker<T, std::conditional_t<std::is_same_v<T, bf16>, paged::ForBf16, paged::Floats>>>;
 #if defined(WITH_AMX)
 template <class T>
-using ChunkAttention = std::conditional_t<std::is_same_v<T, bf16>, Attention<T, paged::TileWorker>, OwnAttention<T>>;
+using ChunkAttention = std::conditional_t<std::is_same_v<T, bf16>, Attention<T, paged::TileWorker>, NativeAttention<T>>;
 #else
 template <class T>
-using ChunkAttention = OwnAttention<T>;
+using ChunkAttention = NativeAttention<T>;
 #endif
 
 // --- adapters --------------------------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ void decode_stack(const Stack& s, const DecoderBatch& b, X* hidden, X* scratch, 
     const X *cos = static_cast<const X*>(b.cos), *sin = static_cast<const X*>(b.sin);
     Barrier barrier;
     Deltas<X> deltas(b);
-    OwnAttention<X> attention(s, b, qkv, attended, num_threads, 0, b.chunk_from);
+    NativeAttention<X> attention(s, b, qkv, attended, num_threads, 0, b.chunk_from);
     ChunkAttention<X> chunks(s, b, qkv, attended, num_threads, b.chunk_from, INT64_MAX);
 #if defined(ROUNDS_ROWS)
     packed::Rows rows(T, std::max({E, A, I}));

@@ -27,7 +27,7 @@ from crossdock.kernels.cpu.layer_steps import (
 from crossdock.kernels.cpu.linear import (
     ONE_CALL,
     ChosenLinear,
-    OwnLinear,
+    NativeLinear,
     Weights,
     decoder_library,
     interleave,
@@ -99,7 +99,8 @@ class DecoderShape:
 
     def matrices(self, num_layers: int) -> list[Weights]:
         """Return the matrices of the layers: q, k and v; out; gate and up; down."""
-        heads, E = self.num_heads + 2 * self.num_kv_heads, self.hidden
+        heads = self.num_heads + 2 * self.num_kv_heads
+        E = self.hidden
         return [
             Weights(heads * self.head_dim, E, num_layers),
             Weights(E, self.num_heads * self.head_dim, num_layers),
@@ -214,7 +215,10 @@ class DecoderStack:
         frees_codes: bool = False,
         with_amx: bool = False,
     ) -> None:
-        self._shape, self._choice, self._attention, self._with_amx = shape, choice, attention, with_amx
+        self._shape = shape
+        self._choice = choice
+        self._attention = attention
+        self._with_amx = with_amx
         steps_library()
         memory = HugePages()
         self._layers: list[_HeldLayer] = []
@@ -226,7 +230,7 @@ class DecoderStack:
         self.windows = [layer.window for layer in self._layers]
         self.num_layers = len(self.windows)
         self._one_call = {kernel for kernel in choice.kernels if kernel in ONE_CALL and is_one_call}
-        stacks = [_OwnStack(shape, self._layers, kernel, with_amx) for kernel in self._one_call]
+        stacks = [_NativeStack(shape, self._layers, kernel, with_amx) for kernel in self._one_call]
         self._own = stacks[0] if stacks else None
         self._steps: list[HeadSteps] = []
         self._pages: Sequence[tuple[Tensor, Tensor]] = ()
@@ -247,7 +251,8 @@ class DecoderStack:
 
     def drop(self) -> None:
         """Give up the weights. Only `with_weights` may be called then."""
-        self._layers, self._own = [], None
+        self._layers = []
+        self._own = None
 
     def __call__(
         self,
@@ -261,7 +266,9 @@ class DecoderStack:
         """Compute all layers over a flat batch; return [T, E]. Keys and values are stored to `pages`."""
         if pages is not self._pages:
             self._bind(pages)
-        hidden, cos, sin = hidden.clone(memory_format=torch.contiguous_format), cos.contiguous(), sin.contiguous()
+        hidden = hidden.clone(memory_format=torch.contiguous_format)
+        cos = cos.contiguous()
+        sin = sin.contiguous()
         assert hidden.dtype == cos.dtype == sin.dtype == pages[0][0].dtype
         is_causal = batch.key_end is None  # the attention of decoder.cpp is
         if self._own is not None and is_causal and self._choice.at(len(hidden)) in self._one_call:
@@ -279,8 +286,16 @@ class DecoderStack:
             pointers = map(_pointer, (layer.qkv_bias, layer.q_norm, layer.k_norm))
             self._steps.append(
                 HeadSteps(
-                    *(shape.num_heads, shape.num_kv_heads, shape.head_dim, keys.shape[2], page_stride, head_stride),
-                    *(shape.qk_eps, *pointers, keys.data_ptr(), values.data_ptr()),
+                    shape.num_heads,
+                    shape.num_kv_heads,
+                    shape.head_dim,
+                    keys.shape[2],
+                    page_stride,
+                    head_stride,
+                    shape.qk_eps,
+                    *pointers,
+                    keys.data_ptr(),
+                    values.data_ptr(),
                 )
             )
         if self._own is not None:
@@ -292,8 +307,11 @@ class DecoderStack:
 
         Inputs of products have a padded number of rows; the rows past T are zeros, and their results are not read.
         """
-        shape, T = self._shape, len(hidden)
-        rows, query_width, kv_width = padded(T), shape.num_heads * shape.head_dim, shape.num_kv_heads * shape.head_dim
+        shape = self._shape
+        T = len(hidden)
+        rows = padded(T)
+        query_width = shape.num_heads * shape.head_dim
+        kv_width = shape.num_kv_heads * shape.head_dim
         normed = hidden.new_zeros(rows, shape.hidden)
         attended = hidden.new_zeros(rows, query_width)
         activated = hidden.new_zeros(rows, shape.intermediate)
@@ -335,11 +353,12 @@ def _is_one_call(layer: DecoderLayer) -> bool:
     return in_order and (layer.input_norm.dtype is torch.float32 or "avx512_bf16" in cpu_flags())
 
 
-class _OwnStack:
+class _NativeStack:
     """All layers as one call of decoder.cpp."""
 
     def __init__(self, shape: DecoderShape, layers: Sequence[_HeldLayer], kernel: Kernel, with_amx: bool) -> None:
-        self._shape, self._with_amx = shape, with_amx
+        self._shape = shape
+        self._with_amx = with_amx
         norm = layers[0].input_norm
         self._chunk_from, self._scratch = _NO_CHUNK, norm.new_empty(0)
         self._library = decoder_library(norm.dtype)
@@ -347,7 +366,7 @@ class _OwnStack:
         for structure, layer in zip(self._layers, layers, strict=True):
             for name in ("qkv", "out", "gate_up", "down"):
                 own = getattr(layer, name).formats[kernel]
-                assert isinstance(own, OwnLinear | PackedProduct)
+                assert isinstance(own, NativeLinear | PackedProduct)
                 setattr(structure, name, own.struct)
             for name in ("input_norm", "qkv_bias", "q_norm", "k_norm", "post_norm"):
                 setattr(structure, name, _pointer(getattr(layer, name)))
@@ -356,27 +375,41 @@ class _OwnStack:
 
     def bind(self, pages: Sequence[tuple[Tensor, Tensor]]) -> None:
         """Point the layers to the views of a pool."""
-        shape, (keys, values) = self._shape, pages[0]
+        shape = self._shape
+        (keys, values) = pages[0]
         self._chunk_from = CHUNK_FROM if self._with_amx and amx_takes(keys.dtype, keys, values) else _NO_CHUNK
         for structure, (keys, values) in zip(self._layers, pages, strict=True):
             structure.keys, structure.values = keys.data_ptr(), values.data_ptr()
         page_stride, head_stride, _, _ = pages[0][0].stride()
         self._stack = _Stack(
-            *(len(self._layers), shape.hidden, shape.num_heads, shape.num_kv_heads, shape.head_dim),
-            *(shape.intermediate, shape.eps, shape.qk_eps, shape.scale),
-            *(pages[0][0].shape[2], page_stride, head_stride, self._layers),
+            len(self._layers),
+            shape.hidden,
+            shape.num_heads,
+            shape.num_kv_heads,
+            shape.head_dim,
+            shape.intermediate,
+            shape.eps,
+            shape.qk_eps,
+            shape.scale,
+            pages[0][0].shape[2],
+            page_stride,
+            head_stride,
+            self._layers,
         )
 
     def run(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, adapters: RowDeltas) -> None:
         """Compute all layers over hidden [T, E], in place."""
-        shape, T = self._shape, len(hidden)
+        shape = self._shape
+        T = len(hidden)
         width = shape.hidden + shape.intermediate + (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         if self._scratch.numel() < T * width:  # kept: Linux would clear new pages for each step
             self._scratch = hidden.new_empty(T * width)
         table = batch.page_table.contiguous()
         pointers = adapters.pointers(T) if adapters.groups else None
         arguments = _DecoderBatch(
-            *(T, len(batch.kv_len), table.shape[1]),
+            T,
+            len(batch.kv_len),
+            table.shape[1],
             *(t.data_ptr() for t in (batch.query_start, batch.kv_len, table, batch.slots, cos, sin)),
             *((None, 0) if pointers is None else (pointers.ctypes.data, adapters.rank)),
             self._chunk_from,

@@ -14,7 +14,7 @@ _MAPPED_BYTES = 32 << 20  # at least so much address space at a time; memory is 
 _ALIGNMENT = 4096  # bytes
 _POPULATE_WRITE = 23  # MADV_POPULATE_WRITE of Linux 5.14, which Python 3.11 has no name for
 _TAKEN_AT_ONCE = 64 << 20  # bytes that are taken before anything reads them
-_LIBC = ctypes.CDLL(None)  # whose madvise does not keep the GIL, as mmap's own does
+_LIBC = ctypes.CDLL(None)  # its madvise releases the GIL; mmap's own does not
 
 
 class HugePages:

@@ -40,7 +40,9 @@ def steps_library() -> ctypes.CDLL:
         OSError: the file cannot be compiled; the message gives the reason.
     """
     library = cpu_library("layer_steps")
-    pointer, integer, flag = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+    pointer = ctypes.c_void_p
+    integer = ctypes.c_int64
+    flag = ctypes.c_int
     double = ctypes.c_double
     library.crossdock_add_and_norm.argtypes = [*[pointer] * 3, double, integer, integer, *[pointer] * 2, flag, flag]
     library.crossdock_finish_heads.argtypes = [*[pointer] * 5, integer, pointer, flag, flag]
@@ -58,9 +60,15 @@ def add_and_norm(
     `adapted`: is added to the first T rows of `addend` before. Without `out` there is no norm.
     """
     steps_library().crossdock_add_and_norm(
-        *(x.data_ptr(), addend.data_ptr() if addend is not None else None, weight.data_ptr(), eps, *x.shape),
-        *(out.data_ptr() if out is not None else None, _address(adapted)),
-        *(x.dtype == torch.bfloat16, torch.get_num_threads()),
+        x.data_ptr(),
+        addend.data_ptr() if addend is not None else None,
+        weight.data_ptr(),
+        eps,
+        *x.shape,
+        out.data_ptr() if out is not None else None,
+        _address(adapted),
+        x.dtype == torch.bfloat16,
+        torch.get_num_threads(),
     )
 
 
@@ -72,8 +80,15 @@ def finish_heads(
     Adds what is `adapted` and the bias, normalises heads, rotates queries and keys. cos, sin: [T, D].
     """
     steps_library().crossdock_finish_heads(
-        *(ctypes.byref(steps), qkv.data_ptr(), cos.data_ptr(), sin.data_ptr(), batch.slots.data_ptr(), len(cos)),
-        *(_address(adapted), qkv.dtype == torch.bfloat16, torch.get_num_threads()),
+        ctypes.byref(steps),
+        qkv.data_ptr(),
+        cos.data_ptr(),
+        sin.data_ptr(),
+        batch.slots.data_ptr(),
+        len(cos),
+        _address(adapted),
+        qkv.dtype == torch.bfloat16,
+        torch.get_num_threads(),
     )
 
 
@@ -84,8 +99,13 @@ def silu_and_multiply(x: Tensor, rows: int, out: Tensor, adapted: Adapted | None
     added to x before.
     """
     steps_library().crossdock_silu_and_multiply(
-        *(x.data_ptr(), rows, out.shape[1], out.data_ptr(), _address(adapted)),
-        *(x.dtype == torch.bfloat16, torch.get_num_threads()),
+        x.data_ptr(),
+        rows,
+        out.shape[1],
+        out.data_ptr(),
+        _address(adapted),
+        x.dtype == torch.bfloat16,
+        torch.get_num_threads(),
     )
 
 

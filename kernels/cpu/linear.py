@@ -68,17 +68,17 @@ def usable_kernels(dtype: torch.dtype, setting: CpuKernels = "auto", fits: bool 
     reasons: dict[Kernel, str] = {"int8": "the weights are plain; quantization int8 rounds them too"}
     reasons["amx"] = "it computes attention"
     if dtype not in (torch.bfloat16, torch.float32):
-        reasons["own"] = f"it computes bfloat16 and float32, and the model is {str(dtype).removeprefix('torch.')}"
+        reasons["native"] = f"it computes bfloat16 and float32, and the model is {str(dtype).removeprefix('torch.')}"
     elif not fits:
-        reasons["own"] = "it keeps weights in bfloat16, which does not hold those of this model"
+        reasons["native"] = "it keeps weights in bfloat16, which does not hold those of this model"
     elif dtype is torch.bfloat16 and "avx512_bf16" not in cpu_flags():
-        reasons["own"] = "this CPU has no AVX512-BF16"
-    elif setting in ("auto", "own"):
+        reasons["native"] = "this CPU has no AVX512-BF16"
+    elif setting in ("auto", "native"):
         try:
             cpu_library("packed")
             decoder_library(dtype)
         except OSError as error:
-            reasons["own"] = str(error)
+            reasons["native"] = str(error)
     if not torch.backends.mkldnn.is_available():  # type: ignore[no-untyped-call]
         reasons["onednn"] = "this torch was built without oneDNN"
     elif dtype not in (torch.bfloat16, torch.float32):
@@ -106,17 +106,17 @@ def usable_packed_kernels(dtype: torch.dtype, setting: CpuKernels = "auto") -> t
     Raises:
         ValueError: `cpu_kernels` names a kernel that cannot run; the message gives the reason.
     """
-    reasons: dict[Kernel, str] = {"onednn": "the weights are packed; own, int8 and torch read them"}
+    reasons: dict[Kernel, str] = {"onednn": "the weights are packed; native, int8 and torch read them"}
     if dtype not in (torch.bfloat16, torch.float32):
-        reasons |= dict.fromkeys(("own", "int8", "torch"), "packed weights are computed in bfloat16 and float32")
+        reasons |= dict.fromkeys(("native", "int8", "torch"), "packed weights are computed in bfloat16 and float32")
     elif not rounds_rows():
         reasons["int8"] = _WHERE_ROUNDED
     try:
         cpu_library("packed")
     except OSError as error:
-        reasons |= dict.fromkeys(("own", "int8", "torch"), str(error))
+        reasons |= dict.fromkeys(("native", "int8", "torch"), str(error))
     if setting == "auto":  # never int8: it rounds
-        return tuple(kernel for kernel in ("own", "torch") if kernel not in reasons)
+        return tuple(kernel for kernel in ("native", "torch") if kernel not in reasons)
     if setting in reasons:
         raise ValueError(f"cpu_kernels {setting}: {reasons[setting]}; auto chooses a kernel that runs")
     return (setting,)
@@ -124,8 +124,8 @@ def usable_packed_kernels(dtype: torch.dtype, setting: CpuKernels = "auto") -> t
 
 def why_not_int8(dtype: torch.dtype, setting: CpuKernels = "auto") -> str | None:
     """Return why a model of `dtype` cannot have int8 weights on this CPU; None if it can."""
-    if setting not in ("auto", "own"):
-        return f"it is computed by own kernels, and cpu_kernels is {setting}"
+    if setting not in ("auto", "native"):
+        return f"it is computed by native kernels, and cpu_kernels is {setting}"
     if dtype not in (torch.bfloat16, torch.float32):
         return f"activations must be bfloat16 or float32, and the model is {str(dtype).removeprefix('torch.')}"
     try:
@@ -137,7 +137,7 @@ def why_not_int8(dtype: torch.dtype, setting: CpuKernels = "auto") -> str | None
     return None if rounds_rows() else _WHERE_ROUNDED
 
 
-class OwnLinear:
+class NativeLinear:
     """x [T, K] to [T, N] by packed.cpp. A row's result does not depend on the other rows.
 
     A weight of float32 is kept in bfloat16, and widened as it is multiplied: its numbers must fit.
@@ -187,16 +187,16 @@ class TorchLinear:
         return F.linear(x, self._weight)
 
 
-Linear: TypeAlias = OwnLinear | OneDnnLinear | TorchLinear | PackedProduct | DequantisedProduct
-ONE_CALL: tuple[Kernel, ...] = ("own", "int8")  # whose weights decoder.cpp reads
+Linear: TypeAlias = NativeLinear | OneDnnLinear | TorchLinear | PackedProduct | DequantisedProduct
+ONE_CALL: tuple[Kernel, ...] = ("native", "int8")  # kernels whose weights decoder.cpp reads
 FORMATS: dict[Kernel, Callable[[Tensor, HugePages | None], Linear]] = {
-    "own": OwnLinear,
+    "native": NativeLinear,
     "int8": lambda weight, memory: PackedProduct(PackedPanels.of(in_int8(weight), memory=memory), is_rounded=True),
     "onednn": lambda weight, _: OneDnnLinear(weight),
     "torch": lambda weight, _: TorchLinear(weight),
 }
 PACKED_FORMATS: dict[Kernel, Callable[[PackedPanels], Linear]] = {
-    "own": PackedProduct,
+    "native": PackedProduct,
     "int8": partial(PackedProduct, is_rounded=True),
     "torch": DequantisedProduct,
 }
@@ -315,7 +315,8 @@ class ChosenLinear:
 
 def _pack(weight: Tensor, memory: HugePages) -> Tensor:
     """Pack [N, K] into panels [N/16, K/n, 16, n], so that each load feeds 16 outputs with the n inputs of 4 bytes."""
-    (N, K), inputs = weight.shape, 4 // weight.itemsize
+    (N, K) = weight.shape
+    inputs = 4 // weight.itemsize
     taken = memory.take(weight.numel(), weight.dtype).view(N // _PANEL, K // inputs, _PANEL, inputs)
     # Copied as numbers of 4 bytes: half as many as there are weights in bfloat16.
     panels = weight.contiguous().view(torch.int32).view(N // _PANEL, _PANEL, K // inputs).transpose(1, 2)

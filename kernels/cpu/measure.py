@@ -8,7 +8,8 @@ from typing import TypeAlias
 from crossdock.kernels.options import Kernel
 
 _FULL_S = 0.4  # of an undisturbed measurement whose calls are short; longer calls have `_FEWEST_PASSES`
-_FEWEST_PASSES, _MOST_PASSES = 3, 7
+_FEWEST_PASSES = 3
+_MOST_PASSES = 7
 _LONGEST_S = 2.0  # after the first pass nothing begins later than this
 _SPREAD = 1.25  # median of equal calls by the least of them, from which other work has disturbed them
 

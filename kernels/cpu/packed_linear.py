@@ -206,8 +206,11 @@ def product(weight: MatrixStruct, x: Tensor) -> Tensor:
     x = x.contiguous()
     out = x.new_empty(len(x), weight.N)
     getattr(cpu_library("packed"), f"crossdock_packed_linear_{_SUFFIXES[x.dtype]}")(
-        *(ctypes.byref(weight), ctypes.c_void_p(x.data_ptr()), ctypes.c_int64(len(x))),
-        *(ctypes.c_void_p(out.data_ptr()), torch.get_num_threads()),
+        ctypes.byref(weight),
+        ctypes.c_void_p(x.data_ptr()),
+        ctypes.c_int64(len(x)),
+        ctypes.c_void_p(out.data_ptr()),
+        torch.get_num_threads(),
     )
     return out
 

@@ -44,7 +44,8 @@ def sample_of(
         and shape.num_kv_heads % 2 == 0
         and shape.intermediate % 32 == 0
     ):
-        heads, kv_heads = shape.num_heads // 2, shape.num_kv_heads // 2
+        heads = shape.num_heads // 2
+        kv_heads = shape.num_kv_heads // 2
         shape = replace(shape, num_heads=heads, num_kv_heads=kv_heads, intermediate=shape.intermediate // 2)
     return shape, min(num_layers, -(-_SAMPLE_BYTES // _layer_bytes(shape, dtype, form)))
 
@@ -136,7 +137,7 @@ def _layer(shape: DecoderShape, dtype: torch.dtype, form: CodeForm | None) -> De
 def _attention(q: Tensor, k_pages: Tensor, v_pages: Tensor, batch: AttentionBatch, **options: Any) -> Tensor:
     """Compute the attention between library products as one call of decoder.cpp does: only products are compared."""
     if batch.max_query_len < CHUNK_FROM or not amx_takes(q.dtype, k_pages, v_pages):
-        return CpuAttention("own").paged_attention(q, k_pages, v_pages, batch, **options)
+        return CpuAttention("native").paged_attention(q, k_pages, v_pages, batch, **options)
     out = q.new_empty(q.shape)
     cpp_attention(q, k_pages, v_pages, batch, slice(0, len(batch.kv_len)), out, **options, by_amx=True)
     return out

@@ -15,7 +15,9 @@ from crossdock.kernels.gpu.flash_heads import flash_attention
 
 def _attend(q: Tensor, k: Tensor, v: Tensor, batch: AttentionBatch, **options: Any) -> Tensor:
     out: Tensor = flash_attn_with_kvcache(
-        *(q, k, v),
+        q,
+        k,
+        v,
         cache_seqlens=batch.kv_len,  # this step's keys and values are in their pages already
         page_table=batch.page_table,
         cu_seqlens_q=batch.query_start,

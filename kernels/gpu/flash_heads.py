@@ -19,7 +19,8 @@ def require_layer(backend: str, k_pages: Tensor, v_pages: Tensor, batch: Attenti
         ValueError: the layer has attention sinks, keys and values of different sizes, or a head size that is not a
             multiple of 8 up to 256.
     """
-    key_dim, value_dim = k_pages.shape[3], v_pages.shape[3]
+    key_dim = k_pages.shape[3]
+    value_dim = v_pages.shape[3]
     if sinks is not None or key_dim != value_dim or key_dim > _MOST:
         raise ValueError(
             f"attention_backend {backend} takes no attention sinks, and keys and values of one size up to {_MOST}, not "

@@ -46,7 +46,8 @@ def paged_attention(
     options: dict[str, Any] = {"window_left": -1 if window is None else window - 1, "logits_soft_cap": softcap or 0.0}
     options |= {"sm_scale": scale, "q_data_type": q.dtype, "kv_data_type": k_pages.dtype}
     heads = q.shape[1], k_pages.shape[1], q.shape[2]
-    decodes, out = batch.num_decodes, torch.empty_like(q)
+    decodes = batch.num_decodes
+    out = torch.empty_like(q)
     for kind, rows in (("decodes", slice(0, decodes)), ("chunks", slice(decodes, len(q)))):
         if rows.start < rows.stop:
             key = (kind, heads, *options.values())

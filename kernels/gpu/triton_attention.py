@@ -24,7 +24,7 @@ _WAVES = 4  # programs per multiprocessor that saturate memory bandwidth; 2 take
 _SPARE = 4  # a batch that fills the device has a spare part for every so many decodes, for contexts longer than most
 CHUNK_PART_TOKENS = 1024  # the shortest part of a chunk's context: it stores a result for each of many rows
 _CHUNK_WAVES = 4  # programs per multiprocessor among which the contexts of chunks are cut: contexts are of many lengths
-_SEQUENCES = 256  # that `share_kernel` reads at a time
+_SEQUENCES = 256  # sequences that `share_kernel` reads at a time
 _LATENT_GROUP = 16  # heads that attend together to latents: with more, a program's registers do not hold their sums
 _JOINED = 4096  # elements of partial results that `join_kernel` reads at a time: 32 registers a thread
 
@@ -38,7 +38,8 @@ class Tiles(NamedTuple):
     num_stages: int
 
 
-LATENT_DECODE_TILES, LATENT_CHUNK_TILES = Tiles(16, 32, 8, 5), Tiles(32, 32, 8, 2)
+LATENT_DECODE_TILES = Tiles(16, 32, 8, 5)
+LATENT_CHUNK_TILES = Tiles(32, 32, 8, 2)
 """Of latents of 512 elements in 16 bits: the largest that do not spill on sm_90. Their speed was never measured."""
 
 
@@ -99,14 +100,27 @@ def store_kv(
     v_scale: Tensor | None = None,
 ) -> None:
     """`reference_store_kv` of kernels/attention.py with every tensor on one GPU."""
-    (T, H, Dk), Dv = k.shape, v.shape[2]
+    (T, H, Dk) = k.shape
+    Dv = v.shape[2]
     _check(k_pages, v_pages, k_scale is not None, k, v)
-    k, v = _adjacent(k), _adjacent(v)
+    k = _adjacent(k)
+    v = _adjacent(v)
     block = 16
     store_kernel[triton.cdiv(T, block), H](
-        *(k, v, k_pages, v_pages, slots, k_scale, v_scale, T),
-        *(*_strides(k), *_strides(v)),
-        *(k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1)),
+        k,
+        v,
+        k_pages,
+        v_pages,
+        slots,
+        k_scale,
+        v_scale,
+        T,
+        *_strides(k),
+        *_strides(v),
+        k_pages.stride(0),
+        k_pages.stride(1),
+        v_pages.stride(0),
+        v_pages.stride(1),
         PAGE=k_pages.shape[2],
         **block_widths(Dk, Dv),
         BLOCK_T=block,
@@ -134,16 +148,19 @@ def paged_attention(
     `in_fixed_order`: a row's bits depend on its query and its own keys alone. So decodes are chunks of one row, and a
     program reads the whole context of its rows, which takes longer.
     """
-    (T, Hq, Dk), (_, Hkv, page_size, Dv) = q.shape, v_pages.shape
+    (T, Hq, Dk) = q.shape
+    (_, Hkv, page_size, Dv) = v_pages.shape
     is_latent = v_pages.data_ptr() == k_pages.data_ptr() and Dv < Dk
     _check(k_pages, k_pages if is_latent else v_pages, k_scale is not None, q)
     q = q.contiguous() if in_fixed_order else _adjacent(q)
     if is_latent:
         assert Hkv == 1, "all heads share a latent"
         Hkv = Hq // math.gcd(Hq, _LATENT_GROUP)  # groups of heads that are computed apart, and read the same latents
-        k_pages, v_pages = k_pages.expand(-1, Hkv, -1, -1), v_pages.expand(-1, Hkv, -1, -1)
+        k_pages = k_pages.expand(-1, Hkv, -1, -1)
+        v_pages = v_pages.expand(-1, Hkv, -1, -1)
         if k_scale is not None and v_scale is not None:
-            k_scale, v_scale = k_scale.repeat(Hkv), v_scale.repeat(Hkv)
+            k_scale = k_scale.repeat(Hkv)
+            v_scale = v_scale.repeat(Hkv)
     assert batch.page_table.stride(1) == 1 or batch.page_table.shape[1] == 1
     out = q.new_empty(T, Hq, Dv)
     S = len(batch.kv_len)
@@ -183,7 +200,8 @@ def _chunks(
 ) -> None:
     """Launch the attention of the sequences after the first D, into their rows of `out`."""
     (T, Hq, Dv), group, S = out.shape, kind["GROUP"], len(batch.kv_len)
-    Hkv, tiles = Hq // group, _tiles(kind, out, has_chunks=True)
+    Hkv = Hq // group
+    tiles = _tiles(kind, out, has_chunks=True)
     blocks = num_blocks(T - D, S - D, tiles.rows, group)
     parts = 1 if in_fixed_order else num_chunk_parts(blocks * Hkv, _num_multiprocessors(out.device))
     stored = parts if parts > 1 else 0
@@ -193,7 +211,11 @@ def _chunks(
     cut["MIN_TILES"] = max(1, CHUNK_PART_TOKENS // tiles.tokens)
     of_steps = out, part_out, part_lse, batch.query_start, batch.kv_len, batch.key_end, sinks
     chunk_kernel[blocks, Hkv, parts](
-        *(*of_steps, *tensors, S, D, *numbers),
+        *of_steps,
+        *tensors,
+        S,
+        D,
+        *numbers,
         **kind,
         **cut,
         ONE_LOOP=in_fixed_order,
@@ -217,14 +239,25 @@ def _decode(
     kind: dict[str, Any],
 ) -> None:
     """Launch the attention of the first D sequences, which have one row each, into their rows of `out`."""
-    (_, Hq, Dv), group = out.shape, kind["GROUP"]
-    Hkv, tiles = Hq // group, _tiles(kind, out, has_chunks=False)
+    (_, Hq, Dv) = out.shape
+    group = kind["GROUP"]
+    Hkv = Hq // group
+    tiles = _tiles(kind, out, has_chunks=False)
     P = num_parts(D, Hkv, _num_multiprocessors(out.device))
     shares = _shares(batch, D, P, tiles.tokens, kind["WINDOW"], kind["ATTENTION_CHUNK"])
     part_out = out.new_empty(P, Hkv, group, Dv, dtype=torch.float32)
     part_lse = part_out.new_empty(P, Hkv, group)  # log2 of the sum of exp2
     decode_kernel[P, Hkv](
-        *(out, part_out, part_lse, shares, batch.query_start, batch.kv_len, sinks, *tensors, D, *numbers),
+        out,
+        part_out,
+        part_lse,
+        shares,
+        batch.query_start,
+        batch.kv_len,
+        sinks,
+        *tensors,
+        D,
+        *numbers,
         **kind,
         ROWS=tiles.rows,
         BLOCK_N=tiles.tokens,
@@ -233,7 +266,14 @@ def _decode(
     )
     members = int(triton.next_power_of_2(group))
     join_kernel[num_joins(D, P), Hkv](
-        *(out, part_out, part_lse, shares, batch.query_start, sinks, D, P),
+        out,
+        part_out,
+        part_lse,
+        shares,
+        batch.query_start,
+        sinks,
+        D,
+        P,
         GROUP=group,
         V_DIM=Dv,
         BLOCK_V=kind["BLOCK_V"],
@@ -252,7 +292,10 @@ def _shares(batch: AttentionBatch, D: int, P: int, tile_tokens: int, window: int
     if key not in batch.derived:
         shares = batch.kv_len.new_empty(num_shares(P))
         share_kernel[1,](
-            *(shares, batch.kv_len, D, P),
+            shares,
+            batch.kv_len,
+            D,
+            P,
             MIN_TILES=max(1, PART_TOKENS // tile_tokens),
             BLOCK_N=tile_tokens,
             WINDOW=window,

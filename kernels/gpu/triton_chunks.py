@@ -142,8 +142,16 @@ def chunk_join_kernel(
         query = tl.arange(0, ROWS) // GROUP
         inside = (first_token + query < length) & (query < QUERIES)
         _, _, _, num_tiles = _seen_by(
-            *(first_position, kv_len, key_end, start + first_token + query, inside),
-            *(QUERIES, BLOCK_N, WINDOW, ATTENTION_CHUNK, HAS_ENDS),
+            first_position,
+            kv_len,
+            key_end,
+            start + first_token + query,
+            inside,
+            QUERIES,
+            BLOCK_N,
+            WINDOW,
+            ATTENTION_CHUNK,
+            HAS_ENDS,
         )
         tiles = tl.maximum(tl.cdiv(num_tiles, parts), MIN_TILES)
         if num_tiles > tiles:

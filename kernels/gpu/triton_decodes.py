@@ -45,7 +45,8 @@ def share_kernel(
 ):  # fmt: skip
     """Cut the contexts of D sequences into at most P >= D parts. The longest part is as short as possible."""
     some = tl.arange(0, BLOCK_S)
-    low, high = D * 0 + MIN_TILES, D * 0 + MIN_TILES
+    low = D * 0 + MIN_TILES
+    high = D * 0 + MIN_TILES
     for first in range(0, D, BLOCK_S):
         high = tl.maximum(high, tl.max(_num_tiles(kv_lens, first + some, D, BLOCK_N, WINDOW, ATTENTION_CHUNK), 0))
     while low < high:
@@ -55,8 +56,11 @@ def share_kernel(
             needed += tl.sum(tl.cdiv(_num_tiles(kv_lens, first + some, D, BLOCK_N, WINDOW, ATTENTION_CHUNK), middle), 0)
         low = tl.where(needed <= P, low, middle + 1)
         high = tl.where(needed <= P, middle, high)
-    first_parts, owners, split = shares + 2, shares + 3 + D, shares + 3 + D + P
-    num_parts, num_split = D * 0, D * 0
+    first_parts = shares + 2
+    owners = shares + 3 + D
+    split = shares + 3 + D + P
+    num_parts = D * 0
+    num_split = D * 0
     for first in range(0, D, BLOCK_S):
         sequence = first + some
         parts = tl.cdiv(_num_tiles(kv_lens, sequence, D, BLOCK_N, WINDOW, ATTENTION_CHUNK), low)
@@ -88,7 +92,8 @@ def decode_kernel(
     A whole context goes to `out`. A part goes to `part_out` [P, Hkv, GROUP, Dv] and, as log2 of its sum of exp2, to
     `part_lse` [P, Hkv, GROUP].
     """
-    part, head = tl.program_id(0), tl.program_id(1)
+    part = tl.program_id(0)
+    head = tl.program_id(1)
     first_parts = shares + 2
     if part < tl.load(first_parts + D):
         sequence = tl.load(shares + 3 + D + part)
@@ -141,12 +146,15 @@ def join_kernel(
     BLOCK_P: tl.constexpr, BLOCK_G: tl.constexpr, HAS_SINKS: tl.constexpr,
 ):  # fmt: skip
     """Join the parts of a sequence for the query heads of a KV head, each part weighted by its sum."""
-    number, head = tl.program_id(0), tl.program_id(1)
+    number = tl.program_id(0)
+    head = tl.program_id(1)
     if number < tl.load(shares + 1):
         sequence = tl.load(shares + 3 + D + P + number)
-        first_part, end = tl.load(shares + 2 + sequence), tl.load(shares + 3 + sequence)
+        first_part = tl.load(shares + 2 + sequence)
+        end = tl.load(shares + 3 + sequence)
         row = tl.load(query_start + sequence)
-        member, j = tl.arange(0, BLOCK_G), tl.arange(0, BLOCK_V)
+        member = tl.arange(0, BLOCK_G)
+        j = tl.arange(0, BLOCK_V)
         live = (member < GROUP) & (tl.load(query_start + sequence + 1) > row)
         top = tl.full([BLOCK_G], -1e30, tl.float32)
         total = tl.zeros([BLOCK_G], tl.float32)

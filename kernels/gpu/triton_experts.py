@@ -26,7 +26,8 @@ class Tile(NamedTuple):
     num_warps: int
 
 
-FEW, MANY = Tile(16, 4), Tile(64, 8)
+FEW = Tile(16, 4)
+MANY = Tile(64, 8)
 """The tile for few rows of an expert, the least that tensor cores multiply, and the tile for more."""
 
 
@@ -75,7 +76,15 @@ class Routing:
         tile = FEW if FEW.rows * E >= S else MANY
         most = (S + min(S, E) * (tile.rows - 1)) // tile.rows  # blocks of rows, however pairs are routed
         _experts_kernel[triton.cdiv(N, _OUTPUTS), most](
-            *(x, numbers, bias, scales, out, self.order, self.ends, x.stride(0), *numbers.stride()),
+            x,
+            numbers,
+            bias,
+            scales,
+            out,
+            self.order,
+            self.ends,
+            x.stride(0),
+            *numbers.stride(),
             *((None, None) if coded is None else (coded.scales, coded.offsets)),
             GROUP=0 if coded is None else coded.group,
             IS_FLOAT=coded is not None and coded.kind == "e2m1",
@@ -100,7 +109,8 @@ def _experts_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Multiply a block of pairs of one expert by a block of columns of its weight."""
-    block, e = tl.program_id(1), tl.arange(0, BLOCK_E)
+    block = tl.program_id(1)
+    e = tl.arange(0, BLOCK_E)
     end = tl.load(ends + e, mask=e < E, other=0)
     begin = tl.load(ends + e - 1, mask=(e > 0) & (e < E), other=0)
     num_blocks = (end - begin + BLOCK_M - 1) // BLOCK_M
@@ -114,8 +124,10 @@ def _experts_kernel(
     live = place < tl.sum(tl.where(e == expert, end, 0), 0)
     pair = tl.load(order + place, mask=live, other=0)
     row = pair // PAIRS if scales is None else place.to(tl.int64)
-    n, k = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_K)
-    left, own_weight = x + row[:, None] * x_row, weight + expert.to(tl.int64) * w_expert
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    left = x + row[:, None] * x_row
+    own_weight = weight + expert.to(tl.int64) * w_expert
     own_row = expert * N + n  # among the rows of all experts
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for start in range(0, K, BLOCK_K):
@@ -137,8 +149,10 @@ def _experts_kernel(
     to = place.to(tl.int64)
     if scales is not None:
         scale = tl.load(scales + pair, mask=live, other=0.0).to(tl.float32)
-        total, to = total.to(x.dtype.element_ty).to(tl.float32) * scale[:, None], pair
-    at, mask = out + to[:, None] * N + n[None, :], live[:, None] & (n < N)[None, :]
+        total = total.to(x.dtype.element_ty).to(tl.float32) * scale[:, None]
+        to = pair
+    at = out + to[:, None] * N + n[None, :]
+    mask = live[:, None] & (n < N)[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=mask)
 
 
@@ -148,7 +162,8 @@ def _values_of(codes, HAS_OFFSETS: tl.constexpr, IS_FLOAT: tl.constexpr):
     code = tl.interleave(codes & 15, codes >> 4).to(tl.int32)
     if not IS_FLOAT:
         return (code if HAS_OFFSETS else code - 8).to(tl.float32)
-    exponent, fraction = (code >> 1) & 3, code & 1
+    exponent = (code >> 1) & 3
+    fraction = code & 1
     twice = tl.where(exponent == 0, fraction, (2 + fraction) << (tl.maximum(exponent, 1) - 1))
     return tl.where(code >= 8, -twice, twice).to(tl.float32) * 0.5
 

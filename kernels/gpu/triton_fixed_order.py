@@ -21,7 +21,7 @@ def product(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     out = rows.new_empty(len(rows), N)
     if len(rows):
         product_kernel[triton.cdiv(len(rows), TILE), triton.cdiv(N, TILE)](
-            *(rows, weight, bias, out, len(rows)), N=N, K=K, **inputs_at_once(x.itemsize), TILE=TILE
+            rows, weight, bias, out, len(rows), N=N, K=K, **inputs_at_once(x.itemsize), TILE=TILE
         )
     return out.view(*x.shape[:-1], N)
 
@@ -60,7 +60,8 @@ def product_kernel(x, weight, bias, out, M, N: tl.constexpr, K: tl.constexpr, IN
 @triton.jit
 def log_softmax_kernel(scores, out, V: tl.constexpr, BLOCK: tl.constexpr):
     """Compute one row."""
-    at, i = tl.program_id(0).to(tl.int64) * V, tl.arange(0, BLOCK)
+    at = tl.program_id(0).to(tl.int64) * V
+    i = tl.arange(0, BLOCK)
     top = tl.full([BLOCK], -float("inf"), tl.float32)
     for start in range(0, V, BLOCK):
         token = start + i

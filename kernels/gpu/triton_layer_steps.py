@@ -23,7 +23,11 @@ def add_and_norm(hidden: Tensor, addend: Tensor | None, weight: Tensor, eps: flo
     assert addend is None or (addend.shape == hidden.shape and addend.is_contiguous())
     block = triton.next_power_of_2(E)
     _add_and_norm_kernel[(T,)](
-        *(hidden, addend, weight, out, eps),
+        hidden,
+        addend,
+        weight,
+        out,
+        eps,
         SIZE=E,
         BLOCK=block,
         HAS_ADDEND=addend is not None,
@@ -52,7 +56,8 @@ def finish_heads(
     row alike. `q_norm` and `k_norm` [D] are the weights of an RMS norm of every head, both or neither. Pages, slots and
     scales are those of `reference_store_kv`; a row whose slot is negative is stored nowhere.
     """
-    (T, width), (_, Hkv, page_size, D) = qkv.shape, k_pages.shape
+    (T, width) = qkv.shape
+    (_, Hkv, page_size, D) = k_pages.shape
     Hq = width // D - 2 * Hkv
     assert width == (Hq + 2 * Hkv) * D
     assert D % 2 == 0
@@ -65,8 +70,22 @@ def finish_heads(
         assert pages.stride(3) == 1
         assert pages.stride(2) == D or page_size == 1, "tokens of a page are adjacent"
     _finish_heads_kernel[triton.cdiv(T, _TOKENS), Hq + 2 * Hkv](
-        *(qkv, cos, sin, k_pages, v_pages, slots, q_norm, k_norm, k_scale, v_scale, T, eps),
-        *(k_pages.stride(0), k_pages.stride(1), v_pages.stride(0), v_pages.stride(1)),
+        qkv,
+        cos,
+        sin,
+        k_pages,
+        v_pages,
+        slots,
+        q_norm,
+        k_norm,
+        k_scale,
+        v_scale,
+        T,
+        eps,
+        k_pages.stride(0),
+        k_pages.stride(1),
+        v_pages.stride(0),
+        v_pages.stride(1),
         Q_HEADS=Hq,
         KV_HEADS=Hkv,
         PAGE=page_size,
@@ -94,7 +113,8 @@ def _add_and_norm_kernel(
 ):
     """Compute one row."""
     i = tl.arange(0, BLOCK)
-    at, live = tl.program_id(0).to(tl.int64) * SIZE + i, i < SIZE
+    at = tl.program_id(0).to(tl.int64) * SIZE + i
+    live = i < SIZE
     x = tl.load(hidden + at, mask=live, other=0.0)
     if HAS_ADDEND:
         y = tl.load(addend + at, mask=live, other=0.0)
@@ -121,7 +141,8 @@ def _finish_heads_kernel(
     i = tl.arange(0, BLOCK_HALF)[None, :]
     live = (token < T)[:, None] & (i < HALF)
     at = qkv + token[:, None] * ROW + head * DIM + i
-    low, high = tl.load(at, mask=live, other=0.0), tl.load(at + HALF, mask=live, other=0.0)
+    low = tl.load(at, mask=live, other=0.0)
+    high = tl.load(at + HALF, mask=live, other=0.0)
     if head < Q_HEADS + KV_HEADS:
         if HAS_NORMS:
             weights = k_norm
@@ -129,8 +150,10 @@ def _finish_heads_kernel(
                 weights = q_norm
             low, high = _normed(low, high, weights, eps, i, HALF)
         turn = token[:, None] * DIM + i
-        low_cos, high_cos = tl.load(cos + turn, mask=live, other=0.0), tl.load(cos + turn + HALF, mask=live, other=0.0)
-        low_sin, high_sin = tl.load(sin + turn, mask=live, other=0.0), tl.load(sin + turn + HALF, mask=live, other=0.0)
+        low_cos = tl.load(cos + turn, mask=live, other=0.0)
+        high_cos = tl.load(cos + turn + HALF, mask=live, other=0.0)
+        low_sin = tl.load(sin + turn, mask=live, other=0.0)
+        high_sin = tl.load(sin + turn + HALF, mask=live, other=0.0)
         turned = _difference(_product(low, low_cos), _product(high, low_sin))
         high = _sum(_product(high, high_cos), _product(low, high_sin))
         low = turned
@@ -154,10 +177,12 @@ def _store_head(
     to, low, high, scales, number, slot, i, PAGE: tl.constexpr, HALF: tl.constexpr, HAS_SCALES: tl.constexpr
 ):
     """Store the two halves of every row's head to the row's slot. `to` is where each row's page begins."""
-    at, live = to + (slot % PAGE * (2 * HALF))[:, None] + i, (slot >= 0)[:, None] & (i < HALF)
+    at = to + (slot % PAGE * (2 * HALF))[:, None] + i
+    live = (slot >= 0)[:, None] & (i < HALF)
     if HAS_SCALES:
         scale = tl.load(scales + number)
-        low, high = quantised(low, scale, to), quantised(high, scale, to)
+        low = quantised(low, scale, to)
+        high = quantised(high, scale, to)
     tl.store(at, low, mask=live)
     tl.store(at + HALF, high, mask=live)
 
@@ -165,7 +190,8 @@ def _store_head(
 @triton.jit
 def _normed(low, high, weights, eps, i, HALF: tl.constexpr):
     """Return the RMS norm of every row, times the weights."""
-    x, y = low.to(tl.float32), high.to(tl.float32)
+    x = low.to(tl.float32)
+    y = high.to(tl.float32)
     scale = tl.rsqrt((tl.sum(x * x, 1) + tl.sum(y * y, 1)) / (2 * HALF) + eps)[:, None]
     low_weight = tl.load(weights + i, mask=i < HALF, other=0.0)
     high_weight = tl.load(weights + i + HALF, mask=i < HALF, other=0.0)
@@ -190,7 +216,8 @@ def _difference(x, y):
 @triton.jit
 def _silu_and_multiply_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     """Compute a block of one row."""
-    row, i = tl.program_id(0).to(tl.int64), tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = i < SIZE
     at = gate_up + row * (2 * SIZE) + i
     gate = tl.load(at, mask=live, other=0.0)

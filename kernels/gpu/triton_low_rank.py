@@ -40,7 +40,8 @@ class LowRankRows:
         """Add what adapters change in the outputs of a linear, in place. x: [T, K]; y: [T, N], columns adjacent."""
         (_, K), y = x.shape, y.view(len(y), -1)
         assert x.stride(1) == y.stride(1) == 1
-        num_blocks, num_shares = len(self._rows), triton.cdiv(K, _SHARE)
+        num_blocks = len(self._rows)
+        num_shares = triton.cdiv(K, _SHARE)
         inner = torch.empty(num_shares, num_blocks, _ROWS, self._width, dtype=torch.float32, device=x.device)
         where = self._rows, self._owners, self._tables, linear, self._num_linears
         sizes = {"BLOCK_T": _ROWS, "BLOCK_R": self._width}
@@ -56,10 +57,14 @@ def _shrink_kernel(
     BLOCK_T: tl.constexpr, BLOCK_R: tl.constexpr, SHARE: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     """Multiply a share of the inputs of a block of rows by the A of their adapter."""
-    block, share = tl.program_id(0), tl.program_id(1)
+    block = tl.program_id(0)
+    share = tl.program_id(1)
     entry = tables + (tl.load(owners + block) * num_linears + linear) * 3
-    a, rank = tl.multiple_of(tl.load(entry).to(tl.pointer_type(x.dtype.element_ty)), 16), tl.load(entry + 2)
-    t, r, k = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_K)
+    a = tl.multiple_of(tl.load(entry).to(tl.pointer_type(x.dtype.element_ty)), 16)
+    rank = tl.load(entry + 2)
+    t = tl.arange(0, BLOCK_T)
+    r = tl.arange(0, BLOCK_R)
+    k = tl.arange(0, BLOCK_K)
     row = tl.load(rows + block * BLOCK_T + t).to(tl.int64)
     total = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
     for start in range(share * SHARE, tl.minimum(share * SHARE + SHARE, K), BLOCK_K):
@@ -85,7 +90,9 @@ def _expand_kernel(
     entry = tables + (tl.load(owners + block) * num_linears + linear) * 3
     b = tl.multiple_of(tl.load(entry + 1).to(tl.pointer_type(y.dtype.element_ty)), 16)
     rank = tl.load(entry + 2)
-    t, r, n = tl.arange(0, BLOCK_T), tl.arange(0, BLOCK_R), tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    t = tl.arange(0, BLOCK_T)
+    r = tl.arange(0, BLOCK_R)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.load(rows + block * BLOCK_T + t).to(tl.int64)
     total = tl.zeros([BLOCK_T, BLOCK_R], tl.float32)
     for share in range(num_shares):
@@ -93,5 +100,6 @@ def _expand_kernel(
         total += tl.load(inner + (place + t)[:, None] * BLOCK_R + r[None, :])
     right = tl.load(b + r[:, None] * N + n[None, :], mask=(r < rank)[:, None] & (n < N)[None, :], other=0.0)
     delta = tl.dot(total.to(y.dtype.element_ty), right, input_precision="ieee")
-    at, live = y + row[:, None] * y_row + n[None, :], (row >= 0)[:, None] & (n < N)[None, :] & (rank > 0)
+    at = y + row[:, None] * y_row + n[None, :]
+    live = (row >= 0)[:, None] & (n < N)[None, :] & (rank > 0)
     tl.store(at, (tl.load(at, mask=live, other=0.0).to(tl.float32) + delta).to(y.dtype.element_ty), mask=live)

@@ -26,7 +26,7 @@ def why_no_triton(device: torch.device) -> str | None:
         if int(out) == 1:
             return None
         reason = "a kernel that writes 1 wrote another number; the driver may not fit this torch"
-    except Exception as error:  # whatever Triton, the C compiler or the driver raises
+    except Exception as error:  # any error of Triton, the C compiler or the driver
         reason = f"{type(error).__name__}: {error}"
     return missing_package() or f"a trivial kernel failed: {reason[:300]}"
 

@@ -1,6 +1,6 @@
 """Draw tokens from whole rows of logits in one pass: temperature, Gumbel noise and the highest score together.
 
-The noise is that of workers/model/sampling/noise.py, up to the rounding of logarithms.
+The noise is that of workers/model/sampling/sampler.py, up to the rounding of logarithms.
 """
 
 import torch
@@ -8,7 +8,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-PART, BLOCK = 8192, 1024
+PART = 8192
+BLOCK = 1024
 """Tokens of a row that one program looks at, and those it looks at together."""
 
 
@@ -24,7 +25,7 @@ def draw_tokens(scores: Tensor, temperatures: Tensor, keys: Tensor) -> Tensor:
     ids = scores.new_empty(num_rows, parts, dtype=torch.int64)
     if num_rows:
         draw_kernel[(num_rows, parts)](
-            *(scores, temperatures, keys, best, ids, scores.stride(0), num_rows, vocab_size), PART=PART, BLOCK=BLOCK
+            scores, temperatures, keys, best, ids, scores.stride(0), num_rows, vocab_size, PART=PART, BLOCK=BLOCK
         )
     return ids.gather(-1, best.argmax(-1, keepdim=True)).squeeze(-1)
 
@@ -34,11 +35,13 @@ def draw_kernel(
     scores, temperatures, keys, best, ids, row_stride, num_rows, vocab_size,
     PART: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    row, part = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    part = tl.program_id(1)
     temperature = tl.load(temperatures + row)
     key = tl.load(keys + row).to(tl.uint32, bitcast=True)
     factor = tl.load(keys + num_rows + row).to(tl.uint32, bitcast=True)
-    highest, winner = -float("inf"), part * PART
+    highest = -float("inf")
+    winner = part * PART
     for start in range(0, PART, BLOCK):
         token = part * PART + start + tl.arange(0, BLOCK)
         live = token < vocab_size
@@ -48,7 +51,8 @@ def draw_kernel(
         score = tl.where(live, score, -float("inf"))
         top, at = tl.max(score, axis=0, return_indices=True)
         if top > highest:
-            highest, winner = top, part * PART + start + at
+            highest = top
+            winner = part * PART + start + at
     tl.store(best + row * tl.num_programs(1) + part, highest)
     tl.store(ids + row * tl.num_programs(1) + part, winner.to(tl.int64))
 
@@ -68,7 +72,7 @@ def _negative_gumbel(token, key, factor):
 
 @triton.jit
 def _mixed(x):
-    """Stir 32 bits as `_mix32` of workers/model/sampling/noise.py does."""
+    """Stir 32 bits as `_mix32` of workers/model/sampling/sampler.py does."""
     x ^= x >> 16
     x *= 0x7FEB352D
     x ^= x >> 15

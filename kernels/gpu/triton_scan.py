@@ -32,7 +32,8 @@ def load_queries(
     K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, LATENT: tl.constexpr,
 ):  # fmt: skip
     """Load the queries at `q_at` [rows, 1], and their pieces `rest`; without latents both are the whole queries."""
-    i, j = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_V)[None, :]
+    i = tl.arange(0, BLOCK_K)[None, :]
+    j = tl.arange(0, BLOCK_V)[None, :]
     if LATENT:
         rows = tl.load(q_at + j, mask=live[:, None] & (j < V_DIM), other=0.0)
         rest = tl.load(q_at + V_DIM + i, mask=live[:, None] & (i < K_DIM - V_DIM), other=0.0)
@@ -56,16 +57,19 @@ def scan(
     Rows are at `position`, and see tokens up to `last`.
     """
     K_REST: tl.constexpr = K_DIM - V_DIM if LATENT else K_DIM
-    i, j = tl.arange(0, BLOCK_K)[None, :], tl.arange(0, BLOCK_V)[None, :]
+    i = tl.arange(0, BLOCK_K)[None, :]
+    j = tl.arange(0, BLOCK_V)[None, :]
     for tile in tl.range(begin, end, BLOCK_N):
         token = tile + tl.arange(0, BLOCK_N)
         if MASKED:
             live = (token >= first) & (token < end)
             page = tl.load(pages + token // PAGE, mask=live, other=0).to(tl.int64)
-            k_live, v_live = live[:, None] & (i < K_REST), live[:, None] & (j < V_DIM)
+            k_live = live[:, None] & (i < K_REST)
+            v_live = live[:, None] & (j < V_DIM)
         else:
             page = tl.load(pages + token // PAGE).to(tl.int64)
-            k_live, v_live = i < K_REST, j < V_DIM
+            k_live = i < K_REST
+            v_live = j < V_DIM
         k_at = k_pages + (page * k_page + (token % PAGE) * K_DIM)[:, None] + (K_DIM - K_REST) + i
         v_at = v_pages + (page * v_page + (token % PAGE) * (K_DIM if LATENT else V_DIM))[:, None] + j
         k = tl.load(k_at) if not MASKED and K_REST == BLOCK_K else tl.load(k_at, mask=k_live, other=0.0)

@@ -15,7 +15,9 @@ def store_kernel(
     head = tl.program_id(1).to(tl.int64)  # all offsets into the pool are int64: it may have more than 2^31 elements
     slot = tl.load(slots + token, mask=token < T, other=-1)
     live = (slot >= 0)[:, None]
-    token, page, offset = token.to(tl.int64)[:, None], (slot // PAGE)[:, None], (slot % PAGE)[:, None]
+    token = token.to(tl.int64)[:, None]
+    page = (slot // PAGE)[:, None]
+    offset = (slot % PAGE)[:, None]
     i = tl.arange(0, BLOCK_K)[None, :]
     x = tl.load(k + token * k_token + head * k_head + i, mask=live & (i < K_DIM))
     if HAS_SCALES:

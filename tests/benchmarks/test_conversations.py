@@ -103,7 +103,9 @@ async def difference(http: httpx.AsyncClient, conversation: Any, places: asyncio
                 answer = answer_of(reply, conversation)
                 break
             except told as error:
-                if not error.is_suspect:  # on a slow machine two replicas may be lost before its first token
+                if error.status == 429:  # on a slow machine more grammars wait to be compiled than one client may have
+                    await asyncio.sleep(float(reply.headers["retry-after"]))
+                elif not error.is_suspect:  # … or two replicas are lost before its first token
                     return str(error)
     if not answer.is_done:
         return f"the stream ends early: {reply.text[-300:]}"

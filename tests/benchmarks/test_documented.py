@@ -1,10 +1,15 @@
-"""The script that runs the documented commands: which it runs, and as what."""
+"""The script that runs the documented commands: which it runs, and as what. In the soak each command is a test."""
 
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 
 from tests.benchmarks import scripts
+from tests.cluster.ports import free_port
 
 script = scripts.script("documented_commands")
 
@@ -38,4 +43,51 @@ def test_command_runs_with_the_port_and_the_model_that_exist(script: ModuleType)
         *("serve", "./model", "--max-model-len", "8192", "--port", "9"),
     ]
     assert words("crossdock bench http://127.0.0.1:8000 -w mix") == ["bench", "http://127.0.0.1:9", "-w", "mix"]
+    assert script.adapted("curl http://127.0.0.1:8000/health", 9) == ["curl", "http://127.0.0.1:9/health"]
     assert words("crossdock chat") == ["chat", "--url", "http://127.0.0.1:9"]
+
+
+# -- In the soak -------------------------------------------------------------------------------------------------------
+
+SCRIPT: Any = scripts.load("documented_commands")
+LIMIT_S = 1200.0  # for a start, and for a command: a machine whose cores others use takes several times as long
+RUN = [command for command in SCRIPT.documented() if command.reason() is None]
+
+
+@pytest.fixture(scope="module")
+def folder(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("reader")
+    SCRIPT.fill(made, int(SCRIPT.SERVER_PORT))
+    return made
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory: pytest.TempPathFactory) -> argparse.Namespace:
+    output = tmp_path_factory.mktemp("output") / "results"
+    limits = {"limit": LIMIT_S, "start_timeout": LIMIT_S}
+    return argparse.Namespace(port=free_port(), crossdock_option=[], output=output, **limits)
+
+
+@pytest.fixture(scope="module")
+def served(folder: Path, options: argparse.Namespace) -> Iterator[None]:
+    """A server of the default model, for commands that need one."""
+    with SCRIPT.server(SCRIPT.adapted("crossdock serve", options.port), folder, options):
+        yield
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(2 * LIMIT_S + 60)  # the start of the server that a command asks, and the command
+@pytest.mark.parametrize("command", RUN, ids=lambda command: command.line)
+def test_documented_command_runs(
+    command: Any, folder: Path, options: argparse.Namespace, request: pytest.FixtureRequest
+) -> None:
+    if command.is_server:
+        own = argparse.Namespace(**vars(options) | {"port": free_port()})
+        SCRIPT.fill_manifest(folder, own.port)
+        with SCRIPT.server(SCRIPT.adapted(command.line, own.port), folder, own):
+            return
+    if command.needs_server:
+        request.getfixturevalue("served")
+    log = options.output.with_name("log")
+    *_, code = SCRIPT.run(SCRIPT.adapted(command.line, options.port), folder, options, log)
+    assert code == "0", log.read_text()[-2000:]

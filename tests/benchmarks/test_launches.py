@@ -5,7 +5,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from crossdock.kernels.backend import triton_is_interpreted
+from crossdock.kernels.packages import triton_is_interpreted
 from tests.benchmarks.scripts import script
 
 pytestmark = pytest.mark.skipif(not triton_is_interpreted(), reason="needs Triton: pip install triton")

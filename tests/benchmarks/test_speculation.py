@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from crossdock.workers.model.grammar.compiler import GrammarCompiler
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
-from crossdock.workers.schedule.submission import Grammar
+from crossdock.workers.schedule.request.submission import Grammar
 from tests.benchmarks.scripts import script
 
 ROOT = Path(__file__).parents[2]

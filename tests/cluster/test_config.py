@@ -94,7 +94,7 @@ def test_tree_is_frozen() -> None:
             "engine.prefix_eviction: gone, leave it out: the least recently used page",
         ),
         ({"zzz": 3}, "zzz: no such setting; there are model, engine, pools, models, router, scaling, transfer, http"),
-        ({"pools.0.engine.page_siz": 3}, "pools.0.engine.page_siz: no such setting; did you mean page_size?"),
+        ({"pools.0.engine.page_siz": 3}, "pools.mixed.engine.page_siz: no such setting; did you mean page_size?"),
         ({"engine.max_num_seqs": -1}, "engine.max_num_seqs: must be greater than or equal to 0, not -1"),
         ({"engine.kv_cache_memory": "2 zorks"}, "engine.kv_cache_memory: could not interpret byte unit: zorks"),
         ({"model.dtype": "int3"}, "model.dtype: must be 'auto', 'bfloat16', 'float16' or 'float32', not 'int3'"),
@@ -112,7 +112,7 @@ def test_tree_is_frozen() -> None:
         ({"http.port": 1, "http.port.x": 1}, "http.port.x: http.port is 1, which has no parts"),
         ({"pools": []}, "pools: at least one is needed"),
         ({"pools": [{"name": "a"}, {"name": "a"}]}, "pools: two are named 'a'; give each its own name"),
-        ({"pools": [{"name": "ingress"}]}, "pools.0: name 'ingress' is another deployment's; choose another"),
+        ({"pools": [{"name": "ingress"}]}, "pools.ingress: name 'ingress' is another deployment's; choose another"),
         ({"pools": [{"replicas": 3, "max_replicas": 2}]}, "pools.0: max_replicas (2) must be at least replicas (3)"),
         ({"pools": [{"name": "a b"}]}, "pools.0.name: must match pattern '^[a-z][a-z0-9-]*$', not 'a b'"),
         (
@@ -158,7 +158,9 @@ def test_file_with_two_problems_raises_one_line_for_each(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("a: [1, 2", "not YAML: .* line 1"),
+        ("a: [1, 2", "not YAML: line 1: "),
+        ("engine: {}\nhttp: {}\nengine: {max_num_seqs: 3}", "not YAML: 'engine' stands twice, in lines 1 and 3"),
+        ("http:\n  port: 1\n  host: x\n  port: 2", "not YAML: 'port' stands twice, in lines 2 and 4"),
         ("- a\n- b\n", "a mapping is expected"),
     ],
 )
@@ -233,7 +235,7 @@ def test_pool_has_its_given_role_or_else_that_of_its_name() -> None:
 
 @pytest.mark.parametrize(("name", "role"), [("prefil", "prefill"), ("decoder", "decode"), ("prefill-h100", "prefill")])
 def test_pool_whose_name_looks_like_a_role_needs_one(name: str, role: str) -> None:
-    reason = f"pools.0: name '{name}' gives no role: write '{role}', or set the role of this pool"
+    reason = f"pools.{name}: name '{name}' gives no role: write '{role}', or set the role of this pool"
     with pytest.raises(ValueError, match=reason):
         load(None, {"pools": [{"name": name}]})
     assert load(None, {"pools": [{"name": name, "role": "mixed"}]}).pools[0].role == "mixed"
@@ -356,7 +358,7 @@ def test_configuration_of_one_model_is_that_model() -> None:
         ({"models.small.model": {"served_name": "big"}}, "models: 'big' names two of them"),
         ({"models.large.name": "small"}, "models: 'small' names two of them"),
         ({"models.large.pools.decode.role": "prefill"}, "models: 'large': pools: all have the role 'prefill'"),
-        ({"models.small.nmae": 1}, r"models.0.nmae: no such setting; did you mean name"),
+        ({"models.small.nmae": 1}, r"models.small.nmae: no such setting; did you mean name"),
         (
             {
                 "models.small.engine": {

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from crossdock.kernels import backend
+from crossdock.kernels import backend, packages
 from crossdock.kernels.backend import TORCH, choose_attention
 from crossdock.kernels.options import AttentionBackend
 
@@ -102,9 +102,9 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]
     module = ModuleType("flash_attn_interface")
     module.flash_attn_with_kvcache = flash_attn_with_kvcache
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
-    has_package = backend.has_package
+    has_package = packages.has_package
     names = ("flash_attn", "flash_attn_interface")
-    monkeypatch.setattr(backend, "has_package", lambda package: package in names or has_package(package))
+    monkeypatch.setattr(packages, "has_package", lambda package: package in names or has_package(package))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     yield calls
     for name in ("flash_attention", "flash_attention_3"):
@@ -154,14 +154,14 @@ def flashinfer(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]
     module.BatchPrefillWithPagedKVCacheWrapper = module.BatchDecodeWithPagedKVCacheWrapper = Planned
     monkeypatch.setitem(sys.modules, "flashinfer", module)
     monkeypatch.setattr(Planned, "plans", plans := list[dict[str, Any]](), raising=False)
-    has_package = backend.has_package
-    monkeypatch.setattr(backend, "has_package", lambda package: package == "flashinfer" or has_package(package))
+    has_package = packages.has_package
+    monkeypatch.setattr(packages, "has_package", lambda package: package == "flashinfer" or has_package(package))
     yield plans
     sys.modules.pop("crossdock.kernels.gpu.flashinfer_attention", None)
 
 
-def without(monkeypatch: pytest.MonkeyPatch, *packages: str) -> None:
-    monkeypatch.setattr(backend, "has_package", lambda package: package not in packages)
+def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    monkeypatch.setattr(packages, "has_package", lambda package: package not in names)
 
 
 def test_auto_on_cpu_is_cpp_kernel_and_logs_reason(caplog: pytest.LogCaptureFixture) -> None:
@@ -188,12 +188,12 @@ def test_auto_on_gpu_without_triton_is_torch_with_warning(
 
 def test_backend_that_cannot_run_is_refused_with_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, "triton", "flash_attn")
-    with pytest.raises(ValueError, match="attention_backend triton: the package is not installed"):
+    with pytest.raises(ValueError, match="attention_backend triton: the package triton is not installed"):
         choose_attention("triton", CUDA)
-    with pytest.raises(ValueError, match="attention_backend flash_attn: the package is not installed"):
+    with pytest.raises(ValueError, match="attention_backend flash_attn: the package flash_attn is not installed"):
         choose_attention("flash_attn", CUDA)
     without(monkeypatch)
-    monkeypatch.setattr(backend, "triton_is_interpreted", lambda: False)
+    monkeypatch.setattr(packages, "triton_is_interpreted", lambda: False)
     with pytest.raises(ValueError, match="attention_backend triton needs a GPU, and the model is on a CPU"):
         choose_attention("triton", CPU)
 
@@ -284,7 +284,7 @@ def test_flash_attn_3_without_package_or_hopper_is_refused(
     flash_attn: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
-    with pytest.raises(ValueError, match="attention_backend flash_attn_3 runs on Hopper GPUs"):
+    with pytest.raises(ValueError, match="attention_backend flash_attn_3 needs a Hopper GPU"):
         choose_attention("flash_attn_3", CUDA)
     without(monkeypatch, "flash_attn_interface")
     with pytest.raises(ValueError, match="flash_attn_3: the package flash_attn_interface is not installed"):

@@ -167,7 +167,7 @@ class DockProcesses:
                 dock.close()
                 continue
             self.idle.setdefault(key, []).append(dock)
-            assert dock.ask("drain", timeout=2), f"a transfer is still open: {dock.ask('counts')}"
+            assert dock.ask("drain", timeout=60), f"a transfer is still open: {dock.ask('counts')}"
             assert dock.ask("counts")["num_open_writes"] == 0
             assert dock.ask("counts")["num_malformed"] == 0
             dock.ask("zero")

@@ -1,6 +1,6 @@
 """The contract of transfers that fail, over every transport, between real processes: no byte lands in a freed page.
 
-docs/nixl.md has the failures that were measured.
+benchmarks/records/nixl.md has the failures that were measured.
 """
 
 import signal
@@ -43,7 +43,7 @@ def test_transfer_cancelled_at_any_stage_frees_pages_on_both_sides(start: Start,
 
 
 def test_pages_of_a_delayed_writer_stay_in_quarantine_until_it_has_stopped(start: Start) -> None:
-    """Nothing can revoke a write (docs/nixl.md), so its target pages must not be given to another request."""
+    """Nothing can revoke a write (benchmarks/records/nixl.md), so no other request may get its target pages."""
     source, target = start(role="prefill", delayed=True), start(role="decode")
     transfer = Transfer(source, target).begin()
     transfer.fill(range(4))

@@ -1,28 +1,32 @@
 """Replicas to route over: real schedulers whose steps take the seconds that their cost says, without a model."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.legs import query_of
 from crossdock.router.placement import Placement, Query
-from crossdock.workers.report.advertise import LiveProfile
+from crossdock.workers.report.live_profile import LiveProfile, Room
 from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.report.publisher import Publisher
+from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost.cost import StepCost
-from crossdock.workers.schedule.memory.prefix_index import hash_pages
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.encoding import Encoding
-from crossdock.workers.schedule.pictures.items import NO_ITEMS, Item
+from crossdock.workers.schedule.request.items import NO_ITEMS, Item
+from crossdock.workers.schedule.request.page_hashes import hash_pages
+from crossdock.workers.schedule.request.slo import DEFAULT_CLASSES
+from crossdock.workers.schedule.request.submission import Leg, Submission
 from crossdock.workers.schedule.scheduler import Scheduler
-from crossdock.workers.schedule.slo import DEFAULT_CLASSES
-from crossdock.workers.schedule.submission import Leg, Submission
 from tests.workers.schedule.model_free_replica import ModelFreeReplica, new_scheduler
 
 COST = StepCost(base=2e-3, per_prefill_token=1e-4, per_attended=1e-8, per_decode=2e-4, per_context=1e-7)
-ENCODER = EncoderCost(base=1e-3, per_row=1e-4, per_square=1e-7)  # 24 ms for a picture of 200 rows
+LONG_STEPS = COST.model_copy(update={"base": 10e-3})
+"""A cost whose knee of throughput, 100 ms, is beyond the 512 tokens that a step of `profile` may hold."""
+ENCODER = EncoderCost(base=1e-3, per_embedding_token=1e-4, per_square=1e-7)  # 24 ms for a picture of 200 rows
 PAGE_SIZE = 16
+SETTINGS = SchedulerConfig.model_fields.keys() & SchedulingProfile.model_fields.keys()
 CLASSES = [slo.name for slo in DEFAULT_CLASSES]
 
 
@@ -49,9 +53,11 @@ def profile(slowness: float = 1.0, role: Role = "mixed", **fields: Any) -> Sched
 def with_pictures(name: str, rows: Sequence[int], num_text: int = 100, **fields: Any) -> Submission:
     """Return a submission of pictures with so many rows each, unlike any other's, and `num_text` tokens after them."""
     items, start = list[Item](), 0
-    for number, num_rows in enumerate(rows):
-        items.append(Item(start, num_rows, num_rows, "image", f"{name}/{number}".encode().ljust(16)))
-        start += num_rows
+    for number, num_embedding_tokens in enumerate(rows):
+        items.append(
+            Item(start, num_embedding_tokens, num_embedding_tokens, "image", f"{name}/{number}".encode().ljust(16))
+        )
+        start += num_embedding_tokens
     return Submission(name, [9] * start + list(range(num_text)), items=items, **fields)
 
 
@@ -60,9 +66,39 @@ def picture_query(submission: Submission, may_refuse: bool = False) -> Query:
     return query_of(submission, (), PAGE_SIZE, may_ship=True, may_refuse=may_refuse)
 
 
+_PARTS: Mapping[str, tuple[str, str]] = {  # a figure: the part of a live profile that has it, and its name there
+    **{name: ("learnt", name) for name in ("cost", "interval_share", "overrun", "gap_share", "encoder_cost")},
+    "prompts": ("prefills", "groups"),
+    **{name: ("prefills", name) for name in ("in_flight_seconds", "started_seconds", "done_seconds", "tenants")},
+    "streams": ("streams", "counts"),
+    **{name: ("streams", name) for name in ("context_tokens", "arriving", "leaving", "lead_s")},
+    **{name: ("room", name) for name in Room._fields},
+    "prompt_shares": ("shares", "prompts"),
+    "stream_share": ("shares", "streams"),
+    "load_seconds": ("tiers", "page_seconds"),
+    "load_queue": ("tiers", "queue_seconds"),
+    "adapters": ("adapters", "fingerprints"),
+    "adapter_load_s": ("adapters", "load_s"),
+    "adapter_use": ("adapters", "use"),
+}
+
+
+def live_profile(incarnation: str, sequence: int, **figures: Any) -> LiveProfile:
+    """Return a live profile with these figures, each in its part."""
+    return changed(LiveProfile(incarnation, sequence), **figures)
+
+
+def changed(found: LiveProfile, **figures: Any) -> LiveProfile:
+    """Return a live profile with some figures changed, each in its part."""
+    for name, value in figures.items():
+        part, figure = _PARTS.get(name, ("", name))
+        found = replace(found, **{part or name: getattr(found, part)._replace(**{figure: value}) if part else value})
+    return found
+
+
 def live(sequence: int = 1, incarnation: str = "first life", **fields: Any) -> LiveProfile:
     """Return the live profile of an idle replica, unless `fields` report work."""
-    return LiveProfile(incarnation, sequence, (), places=(64, 64, 64), free_pages=(4000, 4000, 4000), **fields)
+    return live_profile(incarnation, sequence, **{"slots": (64,) * 3, "free_pages": (4000,) * 3} | fields)
 
 
 def query(name: str, num_tokens: int = 100, prompt: Sequence[int] = (), **fields: Any) -> Query:
@@ -101,12 +137,7 @@ class Replica:
             num_pages=self.profile.num_pages,
             max_model_len=self.profile.max_model_len,
             cost=self.profile.cost,
-            max_num_batched_tokens=self.profile.max_num_batched_tokens,
-            max_num_seqs=self.profile.max_num_seqs,
-            chunk_policy=self.profile.chunk_policy,
-            min_chunk_tokens=self.profile.min_chunk_tokens,
-            admission=self.profile.admission,
-            page_size=self.profile.page_size,
+            **{name: getattr(self.profile, name) for name in SETTINGS},
             depth=self.profile.pipeline_parallel_size,
             interval_share=self.profile.interval_share,
             encoding=Encoding(100_000, self.profile.encoder_cost) if self.profile.encoder_cost is not None else None,

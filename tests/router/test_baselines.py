@@ -12,11 +12,13 @@ from crossdock.router.baselines import (
     PolicyView,
     block_cost,
     least_requests,
+    pinned,
     power_of_two,
     prefix_affinity,
+    remaining_work,
     round_robin,
 )
-from crossdock.workers.report.advertise import Prompts
+from crossdock.workers.report.live_profile import Prompts
 from tests.router.replicas import Replica, fleet_of, live, place, profile, query
 
 
@@ -72,6 +74,40 @@ def test_block_cost_adds_pages_to_prefill_and_pages_of_streams() -> None:
     assert block_cost(view([0, 0], [160, 0], waiting=[159, 0])) == 0
 
 
+@pytest.mark.parametrize(
+    ("cached", "chosen"), [([96, 0, 0], 0), ([80, 0, 0], 2)], ids=["a later turn", "half of the prompt: a new one"]
+)
+def test_pinned_conversation_stays_whatever_waits_there_and_a_new_one_goes_where_least_is_held(
+    cached: list[float], chosen: int
+) -> None:
+    assert pinned(view([9, 1, 1], cached, waiting=[1e6, 0, 0], context=[0, 700, 500])) == chosen
+
+
+@pytest.mark.parametrize(
+    ("waiting", "chosen"), [([39_000, 10, 0], 0), ([41_000, 10, 0], 2)], ids=["within the gate", "beyond the gate"]
+)
+def test_remaining_work_leaves_the_holder_of_a_prefix_where_its_work_is_beyond_the_gate(
+    waiting: list[float], chosen: int
+) -> None:
+    assert remaining_work(view([1, 1, 1], [16, 0, 0], waiting=waiting)) == chosen
+
+
+@pytest.mark.parametrize("policy", ["pinned", "remaining-work"])
+def test_decode_replica_that_holds_a_conversation_computes_its_later_turns(policy: str) -> None:
+    replica = Replica(profile(role="decode"))
+    profiles = {"p": profile(role="prefill"), "d1": profile(role="decode"), "d2": replica.profile}
+    fleet = fleet_of(profiles, policy=policy)
+    prompt = list(range(800))
+    assert fleet.choose(query("first", prompt=prompt), 0.0).prefill == "p"
+    replica.add("before", prompt, max_tokens=1)
+    while replica.scheduler.table.has_work:
+        replica.step()
+    replica.report(fleet, "d2", 0.0)
+    later = fleet.choose(query("later", prompt=[*prompt, 1, 2]), 0.0)
+    assert (later.prefill, later.decode) == (None, "d2")
+    assert fleet.choose(query("another", 800), 0.0).prefill == "p"
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_policy_in_a_fleet_counts_what_is_reported_and_booked(policy: str) -> None:
     fleet = fleet_of({name: profile() for name in "abc"}, policy=policy)
@@ -86,7 +122,7 @@ def test_policy_in_a_fleet_counts_what_is_reported_and_booked(policy: str) -> No
     assert place(fleet, query("only", 500), 0.0).reason == policy
 
 
-@pytest.mark.parametrize("policy", ["prefix-affinity", "block-cost"])
+@pytest.mark.parametrize("policy", ["prefix-affinity", "block-cost", "pinned", "remaining-work"])
 def test_cache_aware_policy_finds_a_reported_prefix(policy: str) -> None:
     replicas = {name: Replica(profile()) for name in "abcd"}
     fleet = fleet_of({name: replica.profile for name, replica in replicas.items()}, policy=policy)

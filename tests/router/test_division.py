@@ -6,9 +6,8 @@ from math import ceil, inf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossdock.router.division import MOVE_MARGIN, Claim, divide, fits
+from crossdock.router.division import MOVE_MARGIN, Claim, Starts, divide, fits
 from crossdock.router.scaling import Bounds, Resize, Scaling, ScalingConfig
-from crossdock.router.starts import Starts
 from tests.router.test_scaling import Pools
 
 GPU = {"GPU": 1.0}

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from crossdock.router.fleet import Fleet
 from crossdock.router.legs import submits_of
 from crossdock.router.placement import Placement
-from crossdock.workers.report.advertise import PageChanges, Prompts
+from crossdock.workers.report.live_profile import PageChanges, Prompts
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.memory.prefix_index import hash_pages
-from crossdock.workers.schedule.submission import Leg, Submission
+from crossdock.workers.schedule.request.page_hashes import hash_pages
+from crossdock.workers.schedule.request.submission import Leg, Submission
 from tests.router.replicas import COST, PAGE_SIZE, fleet_of, live, profile, query
 
 PROMPT = list(range(3000))  # of 0.3 s of prefill, and 187 full pages

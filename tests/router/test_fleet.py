@@ -3,22 +3,24 @@
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from crossdock.router import replica_table
 from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.placement import Placement, Query
-from crossdock.workers.report.advertise import PageChanges, Prompts
-from crossdock.workers.schedule.memory.prefix_index import hash_pages
-from crossdock.workers.schedule.slo import DEFAULT_CLASSES, SloClass
-from crossdock.workers.schedule.submission import Overloaded
+from crossdock.workers.report.live_profile import PageChanges, Prompts
+from crossdock.workers.schedule.request.page_hashes import hash_pages
+from crossdock.workers.schedule.request.slo import DEFAULT_CLASSES, SloClass
+from crossdock.workers.schedule.request.submission import Overloaded
 from tests.router.replicas import (
     CLASSES,
-    COST,
     ENCODER,
+    LONG_STEPS,
     PAGE_SIZE,
     Replica,
     fleet_of,
@@ -54,10 +56,30 @@ def test_request_goes_where_its_adapter_is_unless_the_backlog_there_takes_longer
     assert fleet.choose(query("late", adapter="sql"), 0.0).decode == "b"
 
 
-# -- bookings ----------------------------------------------------------------------------------------------------------
+def test_rows_are_made_a_few_hundred_times_for_thousands_of_requests_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """2,048 vectors of one request took 17 s to place, and their replica seemed to be lost."""
+    num_seen = 0
+    made = replica_table.row
+
+    def counted(profile: Any, live: Any, booked: Any, *rest: Any) -> Any:
+        nonlocal num_seen
+        num_seen += len(booked)
+        return made(profile, live, booked, *rest)
+
+    monkeypatch.setattr(replica_table, "row", counted)
+    fleet = fleet_of({"a": profile(admission="queue")})
+    for number in range(2048):
+        last = place(fleet, query(f"{number}", 20), 0.0)
+    assert num_seen < 300 * 2048, "each placement would look at all before it: 2 million"
+    fleet.table.touch(fleet.table.by_name["a"])
+    exact = fleet.choose(query("new", 20), 0.0).predicted_ttft
+    assert last.predicted_ttft == pytest.approx(exact, rel=1 / 32)
 
 
-def test_booking_counts_until_a_live_profile_includes_the_request() -> None:
+# -- in-flight loads -------------------------------------------------------------------------------------------------
+
+
+def test_in_flight_counts_until_a_live_profile_includes_the_request() -> None:
     replica = Replica(profile())
     fleet = fleet_of({"a": replica.profile})
     other = query("other", 1000)
@@ -78,13 +100,13 @@ def test_booking_counts_until_a_live_profile_includes_the_request() -> None:
 
 
 def test_taken_after_the_profile_that_includes_the_request_counts_it_once() -> None:
-    replica = Replica(profile())
+    replica = Replica(profile(cost=LONG_STEPS))
     fleet = fleet_of({"a": replica.profile})
     place(fleet, query("r", 1000))
     sequence = replica.add("r", list(range(1000)))
     replica.report(fleet, "a", 0.0)
     fleet.taken("r", "a", sequence)
-    alone = COST.prefill_seconds(0, 1000, 512)
+    alone = LONG_STEPS.prefill_seconds(0, 1000, 512)
     assert fleet.choose(query("other", 1000), 0.0).predicted_ttft == pytest.approx(2 * alone)
 
 
@@ -305,7 +327,7 @@ def test_new_replica_counts_as_busy_until_its_first_report() -> None:
     assert choices(fleet) == {"new": 60}
 
 
-def test_new_incarnation_ends_the_bookings_of_requests_that_the_one_before_had_taken() -> None:
+def test_new_incarnation_ends_the_in_flights_of_requests_that_the_one_before_had_taken() -> None:
     fleet = fleet_of({"a": profile()})
     fleet.hear("a", live(1), 0.0)
     for name in ("taken", "included", "on its way"):

@@ -1,6 +1,5 @@
 """The router knows which pages lie in tiers below a replica's pool, and what loading them takes."""
 
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,9 +8,9 @@ from hypothesis import strategies as st
 
 from crossdock.router.fleet import Fleet
 from crossdock.router.placement import Placement
-from crossdock.workers.report.advertise import PageChanges, Prompts
-from crossdock.workers.schedule.memory.prefix_index import hash_pages
-from tests.router.replicas import COST, PAGE_SIZE, fleet_of, live, place, profile, query
+from crossdock.workers.report.live_profile import PageChanges, Prompts
+from crossdock.workers.schedule.request.page_hashes import hash_pages
+from tests.router.replicas import COST, LONG_STEPS, PAGE_SIZE, changed, fleet_of, live, place, profile, query
 
 PROMPT = list(range(3000))  # of 0.3 s of prefill, and 187 full pages
 HASHES = hash_pages(PROMPT, PAGE_SIZE)
@@ -44,8 +43,8 @@ def test_prompt_that_is_loaded_is_booked_with_all_of_its_pages() -> None:
     """Those of the pool, too, which no request holds: no others are evicted for these. And with its output's pages."""
     fleet = tiered([187], (1e-4,), in_pool=40)
     place(fleet, query("q", prompt=PROMPT))
-    (booking,) = fleet.table.by_name["a"].pending.values()
-    assert (booking.pages, booking.idle_pages) == (188 + 8, 40)
+    (in_flight,) = fleet.table.by_name["a"].pending.values()
+    assert (in_flight.pages, in_flight.idle_pages) == (188 + 8, 40)
 
 
 def test_pages_that_are_slow_to_load_are_computed_anywhere() -> None:
@@ -95,7 +94,7 @@ def test_pages_that_come_need_as_much_room_as_computed_ones(is_fetched: bool) ->
             is_busy = name == ("a" if is_fetched else "b")
             prompts = (Prompts(0, 6, 4, 40_000, 20.0),) * is_busy
             report = live(sequence, load_seconds=(1e-5,), prompts=prompts, **full)
-            fleet.hear(name, replace(report, free_pages=(free,) * 3), 0.0)
+            fleet.hear(name, changed(report, free_pages=(free,) * 3), 0.0)
         held = HASHES if is_fetched else []
         fleet.hear_pages("a", PageChanges("first life", sequence, held, stored=[[] if is_fetched else HASHES]))
         found = choose(fleet)
@@ -106,9 +105,9 @@ def test_pages_that_come_need_as_much_room_as_computed_ones(is_fetched: bool) ->
 
 @given(num_pages=st.integers(0, 187), in_pool=st.integers(0, 187), load_s=st.floats(1e-6, 1e-2))
 def test_load_and_computation_are_predicted_to_meet(num_pages: int, in_pool: int, load_s: float) -> None:
-    found = choose(tiered([num_pages], (load_s,), in_pool=in_pool), "b")
+    found = choose(tiered([num_pages], (load_s,), in_pool, {"cost": LONG_STEPS}), "b")
     cached, held = in_pool * PAGE_SIZE, max(in_pool, num_pages) * PAGE_SIZE
-    computed, rest = (COST.prefill_seconds(start, len(PROMPT), 512) for start in (cached, held))
+    computed, rest = (LONG_STEPS.prefill_seconds(start, len(PROMPT), 512) for start in (cached, held))
     seconds = max(num_pages - in_pool, 0) * load_s
     both = seconds * (computed - rest) / max(seconds + computed - rest, 1e-12)  # until loading and computing meet
     assert found.predicted_ttft == pytest.approx(rest + both)
@@ -123,7 +122,7 @@ def test_cached_pages_that_no_request_holds_are_no_room_beside_themselves(is_hel
         place(fleet, query("stream", prompt=PROMPT))
         fleet.taken("stream", "a", 1)
     full = live(2, streams=(0, 2, 0), context_tokens=6000, ends=((60, 187),))
-    fleet.hear("a", replace(full, free_pages=(150,) * 3), 0.0)
+    fleet.hear("a", changed(full, free_pages=(150,) * 3), 0.0)
     waits = choose(fleet).predicted_ttft
     assert (waits < 0.1) is is_held
 
@@ -135,7 +134,7 @@ def test_load_begins_when_the_prompt_has_pages() -> None:
         waits = []
         for load_s in (1e-6, 1e-3):
             fleet = tiered([187], (load_s,), **full)
-            fleet.hear("a", replace(live(3, load_seconds=(load_s,), **full), free_pages=(free,) * 3), 0.0)
+            fleet.hear("a", live(3, load_seconds=(load_s,), **full | {"free_pages": (free,) * 3}), 0.0)
             waits.append(choose(fleet, "b").predicted_ttft)
         delays.append(waits[1] - waits[0])
     assert delays[1] == pytest.approx(delays[0])

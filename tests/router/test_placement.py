@@ -11,10 +11,10 @@ from crossdock.router.fleet import Fleet
 from crossdock.router.loads import Slots
 from crossdock.router.placement import PAIR_CANDIDATES, Candidates, Query, SlotPair, choose
 from crossdock.router.predict import Prediction, predict_prompt, with_output
-from crossdock.workers.report.advertise import PageChanges, Prompts
+from crossdock.workers.report.live_profile import PageChanges, Prompts
 from crossdock.workers.schedule.cost.formula import Floats
-from crossdock.workers.schedule.memory.prefix_index import hash_pages
-from crossdock.workers.schedule.submission import Leg, Overloaded
+from crossdock.workers.schedule.request.page_hashes import hash_pages
+from crossdock.workers.schedule.request.submission import Leg, Overloaded
 from tests.router.replicas import CLASSES, COST, PAGE_SIZE, Replica, fleet_of, live, place, profile, query
 
 # -- one replica -------------------------------------------------------------------------------------------------------
@@ -64,7 +64,7 @@ def test_stream_goes_where_its_tpot_is_kept_rather_than_where_it_starts_sooner()
 
 def test_request_late_everywhere_goes_where_it_is_least_late() -> None:
     fleet = fleet_of({"bad": profile(admission="queue"), "worse": profile(admission="queue")})
-    for name, seconds in (("bad", 30.0), ("worse", 90.0)):
+    for name, seconds in (("bad", 60.0), ("worse", 180.0)):
         fleet.hear(name, live(2, prompts=(Prompts(1, 6, 10, 100_000, seconds),)), 0.0)
     chosen = fleet.choose(query("new", 7000 * 9, slo_class="standard"), 0.0)
     assert chosen.decode == "bad"
@@ -245,6 +245,44 @@ def test_chosen_placement_costs_least_of_all(rng: random.Random) -> None:
     if len(problem.fleet) <= PAIR_CANDIDATES:
         assert found.cost == pytest.approx(best.cost)
     assert found.cost <= 1.05 * best.cost + 0.05  # a pair that was not tried can only gain by a shorter transfer tail
+
+
+def fill(fleet: Fleet, name: str, output: int) -> None:
+    """Have a replica report that one stream has all pages until its last token, which is the `output`th from now."""
+    room = {"free_pages": (0,) * 3, "pages_now": (0,) * 3, "ends": ((output, 4000),)}
+    fleet.hear(name, live(output, streams=(0, 1, 0), context_tokens=1000, **room), 0.0)
+
+
+def test_wait_for_pages_of_the_decode_replica_is_part_of_a_pairs_first_token() -> None:
+    """The client gets the first token when there are pages for the next ones."""
+    fleet = pools(shipping="always")
+    computed = fleet.choose(query("r", 3000), 0.0).predicted_ttft
+    fill(fleet, "d", 1000)
+    chosen = fleet.choose(query("r", 3000), 0.0)
+    assert chosen.predicted_ttft > 5 * computed
+    assert chosen.late == 0
+    fill(fleet, "d", 8000)
+    late = fleet.choose(query("r", 3000), 0.0)
+    assert late.predicted_ttft > 10
+    assert (late.late > 0, late.reason) == (True, "shipped late")
+
+
+def test_pair_with_a_full_decode_replica_costs_the_lateness_of_its_first_token() -> None:
+    """A mixed replica that is late by less makes the output, although prompts wait there for longer than at "p"."""
+    mixed = profile(admission="queue")
+    fleet = fleet_of({"p": profile(role="prefill"), "d": profile(role="decode"), "m": mixed})
+    fleet.hear("m", live(2, prompts=(Prompts(1, 6, 1, 100_000, 14.0),)), 0.0)
+    assert fleet.choose(query("r", 3000), 0.0).decode == "d"
+    fill(fleet, "d", 12_000)
+    assert fleet.choose(query("r", 3000), 0.0).decode == "m"
+
+
+def test_pages_that_travel_for_longer_than_a_token_may_take_make_a_stream_late() -> None:
+    """The pages of the last chunk take 0.5 s; the busy replica computes the prompt in time, and in 2 s."""
+    for bytes_per_second, prefill in ((1e9, "p"), (6.4e6, None)):
+        fleet = pools(bytes_per_second=bytes_per_second)
+        fleet.hear("d", live(2, prompts=(Prompts(1, 5, 1, 4000, 2.0),)), 0.0)
+        assert fleet.choose(query("r", 512), 0.0).prefill == prefill
 
 
 def test_shipped_request_is_a_backlog_at_one_replica_and_a_stream_at_the_other() -> None:

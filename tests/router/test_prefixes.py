@@ -6,9 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdock.router.prefixes import Prefixes, pages_by_slot
-from crossdock.workers.report.advertise import PageChanges
+from crossdock.workers.report.live_profile import PageChanges
 from crossdock.workers.schedule.memory.pages import PagePool
-from crossdock.workers.schedule.memory.prefix_index import PageHash, hash_pages
+from crossdock.workers.schedule.request.page_hashes import PageHash, hash_pages
 
 SLOTS = 5
 
@@ -55,7 +55,7 @@ class Index:
         self.numbers = [0] * SLOTS
 
     def change(self, rng: random.Random) -> None:
-        """Apply one random message or booking to both."""
+        """Apply one random message or in-flight load to both."""
         slot, hashes = rng.randrange(SLOTS), random_hashes(rng)
         match rng.randrange(8):
             case 0 | 1 | 2:
@@ -164,7 +164,7 @@ def test_reader_of_a_pools_changes_has_the_pools_index(rng: random.Random) -> No
         owner = f"{step}"
         hashes = random_hashes(rng)[:8]
         shared = pool.prefixes.match(hashes)
-        if pool.stock.can_allocate(len(hashes) - shared.num_pages, shared.pages):
+        if pool.block_pool.can_allocate(len(hashes) - shared.num_pages, shared.pages):
             pool.share(owner, shared)
             pool.allocate(owner, len(hashes) - shared.num_pages)
             pool.index(owner, hashes, shared.num_pages)
@@ -172,7 +172,7 @@ def test_reader_of_a_pools_changes_has_the_pools_index(rng: random.Random) -> No
             if rng.random() < 0.4:
                 pool.release(f"{old}")
         if rng.random() < 0.05:
-            pool.stock.clear_cache()
+            pool.block_pool.clear_cache()
         if rng.random() < 0.5:
             number += 1
             changes = PageChanges("one", number, *pool.prefixes.changes.take())

@@ -33,13 +33,13 @@ from crossdock.router.actions import (
 from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.placement import Placement, Query
 from crossdock.router.request_life import MOST_PLACEMENTS, RequestLife
-from crossdock.workers.report.advertise import Prompts
+from crossdock.workers.report.live_profile import Prompts
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.memory.pages import PagePool
-from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.request import FinishReason, Request, TokenDelta, TokenLogprobs
-from crossdock.workers.schedule.submission import Leg, Overloaded, SamplingParams, Submission
+from crossdock.workers.schedule.request.items import Item
+from crossdock.workers.schedule.request.request import FinishReason, Request, TokenDelta, TokenLogprobs
+from crossdock.workers.schedule.request.submission import Leg, Overloaded, SamplingParams, Submission
 from crossdock.workers.schedule.table import RequestTable
 from tests.router.replicas import ENCODER, live, profile
 
@@ -51,7 +51,7 @@ PROMPT = [7] * 40
 
 @dataclass(slots=True)
 class CheckedFleet(Fleet):
-    """A router that checks that every booking is settled once, before the next booking."""
+    """A router that checks that every in-flight load is settled once, before the next in-flight load."""
 
     queries: list[Query] = field(default_factory=list)
     is_booked: bool = False
@@ -102,15 +102,17 @@ def running_life(*names: str, max_tokens: int = 4) -> tuple[RequestLife, str]:
     return life, submit.replica
 
 
-def paired_life() -> RequestLife:
-    """Return a life whose prompt "p" computes for "d"; both have taken their legs."""
-    life = new_life("p", "d")
+def paired_life(*, is_granted: bool = True, max_tokens: int = 4) -> RequestLife:
+    """Return a life whose prompt "p" computes for "d". Both have taken their legs; "d" has pages if `is_granted`."""
+    life = new_life("p", "d", max_tokens=max_tokens)
     assert [(leg.replica, leg.peer, leg.submission.leg) for leg in submits(life.place(0.0))] == [
         ("d", "p", Leg.RECEIVE),
         ("p", "d", Leg.SEND),
     ]
     assert life.taken("d", 0, 1, 0.0) == []
     assert life.taken("p", 0, 1, 0.0) == [Accepted()]
+    if is_granted:
+        assert life.tokens("d", grant(), 0.0) == []
     return life
 
 
@@ -122,6 +124,11 @@ def submits(actions: Sequence[Action]) -> list[Submit]:
 def delta(first: int, count: int = 1, epoch: int = 0, end: FinishReason | None = None) -> TokenDelta:
     """Return the tokens `first`, `first` + 1, … of an output whose tokens are their own positions."""
     return TokenDelta("r", list(range(first, first + count)), first, epoch, finish_reason=end)
+
+
+def grant(epoch: int = 0) -> TokenDelta:
+    """Return the delta that a decode replica sends once it has pages for a request."""
+    return TokenDelta("r", [], epoch=epoch)
 
 
 # -- placing ---------------------------------------------------------------------------------------------------------
@@ -270,7 +277,8 @@ def test_tokens_before_acceptance_come_after_it() -> None:
     life.taken("p", 0, 1, 0.0)
     assert life.tokens("p", delta(0), 1.0) == []
     assert life.tokens("p", TokenDelta("r", [], finish_reason=FinishReason.SHIPPED), 1.0) == []
-    assert life.taken("d", 0, 1, 2.0) == [Accepted(), delta(0), Detach("p", 0, False)]
+    assert life.tokens("d", grant(), 1.0) == []
+    assert life.taken("d", 0, 1, 2.0) == [Accepted(), Detach("p", 0, False), delta(0)]
 
 
 def test_early_tokens_wait_for_the_first_and_end_with_it() -> None:
@@ -280,6 +288,53 @@ def test_early_tokens_wait_for_the_first_and_end_with_it() -> None:
     end = delta(2, 2, end=FinishReason.LENGTH)
     assert life.tokens("p", delta(0), 2.0) == [delta(0), delta(1), Detach("d", 0, False), Detach("p", 0, True), end]
     assert life.is_over
+
+
+@pytest.mark.parametrize("way", ["grant", "grant after the end of the other leg", "computed by the decode replica"])
+def test_first_token_waits_until_the_decode_replica_has_pages(way: str) -> None:
+    """Or a client would have one token and then wait for a place: a gap that no class promises."""
+    life = paired_life(is_granted=False)
+    assert life.tokens("p", delta(0), 1.0) == []
+    assert life.output == []
+    assert life.tick(life.deadline) == [Ask("d", 0), Ask("p", 0)], "it is waited for as before, and not for ever"
+    if way == "grant":
+        assert life.tokens("d", grant(), 9.0) == [delta(0)]
+    elif way == "grant after the end of the other leg":
+        shipped = TokenDelta("r", [], finish_reason=FinishReason.SHIPPED)
+        assert life.tokens("p", shipped, 9.0) == [Detach("p", 0, False)]
+        assert life.tokens("d", grant(), 9.5) == [delta(0)]
+    else:
+        other = TokenDelta("r", [9], 0)
+        assert life.lost("p", 0, DEATH, 9.0) == [Detach("p", 0, True)]
+        assert life.tokens("d", other, 9.5) == [other]
+    assert life.tokens("d", delta(1), 10.0) == [delta(1)]
+    assert life.tokens("d", grant(), 10.0) == [], "a repeated one changes nothing"
+
+
+def test_request_that_ends_with_its_first_token_waits_for_no_grant() -> None:
+    life = paired_life(is_granted=False, max_tokens=1)
+    end = delta(0, end=FinishReason.LENGTH)
+    assert life.tokens("p", end, 1.0) == [Detach("d", 0, True), Detach("p", 0, False), end]
+    assert life.is_over
+
+
+@pytest.mark.parametrize("loss", ["decode replica lost", "returned", "nothing moves"])
+def test_first_token_that_waits_for_a_grant_is_computed_again_in_the_next_attempt(loss: str) -> None:
+    life = paired_life(is_granted=False)
+    assert life.tokens("p", delta(0), 1.0) == []
+    if loss == "decode replica lost":
+        actions = life.lost("d", 0, LOSS, 2.0)
+    elif loss == "returned":
+        actions = life.tokens("p", TokenDelta("r", [], 1, finish_reason=FinishReason.RETURNED), 2.0)
+    else:
+        for now in (10.0, 10.0 + 121.0):
+            ask_both(life, now)
+            life.progress("d", 0, ["waiting", 0], now)
+            actions = life.progress("p", 0, ["sending", 40], now)
+    assert isinstance(actions[-1], PlaceAgain)
+    legs = submits(life.place(200.0))
+    assert {leg.submission.output_token_ids for leg in legs} == {()}
+    assert life.tokens("p", delta(0), 201.0) == [], "of the attempt that is over"
 
 
 @pytest.mark.parametrize("has_early", [False, True])
@@ -519,6 +574,7 @@ class Part:
     output: list[int]  # as this replica knows it
     state: str = "sent"  # then "holds", and in the end "gone": refused, ended, forgotten, aborted or dead
     is_taken: bool = False  # the life knows that it holds the leg
+    is_granted: bool = False  # pages of this replica, to the prefill replica
     has_pages: bool = False  # of the prompt, and the first token, from the prefill replica
     is_detached: bool = False
 
@@ -550,6 +606,7 @@ class AnyLife(RuleBasedStateMachine):
         self.given: list[int] = []
         self.num_losses = self.num_deaths = self.num_returned = 0
         self.must_place, self.is_accepted, self.is_over = True, False, False
+        self.heard: set[tuple[str, int]] = set()  # the parts of which the life has had any delta
         self.asked: set[str] = set()
 
     def sample(self, output: Sequence[int], replica: str) -> int:
@@ -562,6 +619,7 @@ class AnyLife(RuleBasedStateMachine):
             match action:
                 case TokenDelta(token_ids=token_ids):
                     assert self.is_accepted
+                    assert action.finish_reason or (self.decode, self.life.attempt) in self.heard, "it has no pages yet"
                     for token in token_ids:
                         assert token in {self.sample(self.given, name) for name in self.names}, "from other tokens"
                         self.given.append(token)
@@ -608,6 +666,16 @@ class AnyLife(RuleBasedStateMachine):
             if its_attempt == attempt and not part.is_detached
         }
 
+    @property
+    def decode(self) -> str:
+        """The replica that makes the output of the last attempt."""
+        keys = [key for key, part in self.parts.items() if part.submission.leg is not Leg.SEND]
+        return next(name for name, attempt in keys if attempt == self.life.attempt)
+
+    def hear(self, replica: str, sent: TokenDelta) -> None:
+        self.heard.add((replica, sent.epoch))
+        self.do(self.life.tokens(replica, sent, self.now))
+
     def in_state(self, state: str) -> list[tuple[str, int]]:
         return [key for key, part in self.parts.items() if part.state == state]
 
@@ -650,6 +718,18 @@ class AnyLife(RuleBasedStateMachine):
     def work(self, data: st.DataObject, count: int, arrives: bool) -> None:
         self.make(data.draw(st.sampled_from(self.in_state("holds"))), count, arrives)
 
+    @precondition(lambda self: self.in_state("holds"))
+    @rule(data=st.data())
+    def give_pages(self, data: st.DataObject) -> None:
+        self.grant(data.draw(st.sampled_from(self.in_state("holds"))))
+
+    def grant(self, key: tuple[str, int]) -> None:
+        """A decode replica has pages for a request: it notifies the life too."""
+        part = self.parts[key]
+        if part.submission.leg is Leg.RECEIVE and not part.is_granted:
+            part.is_granted = True
+            self.wires[key[0]].append(grant(key[1]))
+
     def make(self, key: tuple[str, int], count: int, arrives: bool = True) -> None:
         """A replica makes up to `count` tokens, as far as its leg goes. `arrives`: the pages, if it sends any."""
         (replica, attempt), part = key, self.parts[key]
@@ -673,7 +753,9 @@ class AnyLife(RuleBasedStateMachine):
             assert part.peer is not None
             wire.append(TokenDelta("r", [], epoch=attempt, finish_reason=FinishReason.SHIPPED))
             receiver = self.parts[part.peer, attempt]
-            if arrives and receiver.submission.output_token_ids == tuple(receiver.output):  # else it takes over
+            is_new = receiver.submission.output_token_ids == tuple(receiver.output)
+            if arrives and is_new and receiver.state == "holds":  # else it takes over
+                self.grant((part.peer, attempt))
                 receiver.has_pages, receiver.output = True, [*part.output]
 
     @precondition(lambda self: self.in_state("holds"))
@@ -698,13 +780,12 @@ class AnyLife(RuleBasedStateMachine):
             name = data.draw(st.sampled_from(waiting))
             sent = self.wires[name].popleft()
             self.delivered.append((name, sent))
-            self.do(self.life.tokens(name, sent, self.now))
+            self.hear(name, sent)
 
     @precondition(lambda self: self.delivered)
     @rule(data=st.data())
     def deliver_twice(self, data: st.DataObject) -> None:
-        name, sent = data.draw(st.sampled_from(self.delivered))
-        self.do(self.life.tokens(name, sent, self.now))
+        self.hear(*data.draw(st.sampled_from(self.delivered)))
 
     @precondition(lambda self: self.up)
     @rule(data=st.data(), chance=st.integers(1, 4), loss=st.sampled_from([LOSS, DEATH]))
@@ -742,7 +823,7 @@ class AnyLife(RuleBasedStateMachine):
                 for name, wire in self.wires.items():
                     if wire:
                         self.delivered.append((name, wire.popleft()))
-                        self.do(self.life.tokens(*self.delivered[-1], self.now))
+                        self.hear(*self.delivered[-1])
 
     # -- time and the client -----------------------------------------------------------------------------------------
 
@@ -804,7 +885,7 @@ class AnyLife(RuleBasedStateMachine):
                     self.make(key, 3)
             for name, wire in self.wires.items():
                 while wire:
-                    self.do(self.life.tokens(name, wire.popleft(), self.now))
+                    self.hear(name, wire.popleft())
             if self.is_over:
                 break
             self.now = max(self.now, self.life.deadline)

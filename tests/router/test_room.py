@@ -5,14 +5,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossdock.router.room import free_later
-from crossdock.router.work import Booking
-from crossdock.workers.report.advertise import MOST_ENDS, LiveProfile
+from crossdock.router.work import InFlightLoad
+from crossdock.workers.report.live_profile import MOST_ENDS, LiveProfile
+from tests.router.replicas import live_profile
 
 GAP, SHARE = 0.01, 0.5  # so that a token takes twice as long beside a prompt
 
 
 def live(**fields: object) -> LiveProfile:
-    return LiveProfile("one", 1, (), **fields)  # type: ignore[arg-type]
+    return live_profile("one", 1, **fields)
 
 
 def test_streams_beside_a_started_prompt_end_later_and_free_their_pages() -> None:
@@ -33,11 +34,21 @@ def test_waiting_prompt_takes_pages_that_an_end_frees_and_slows_the_streams_that
 
 
 def test_request_on_its_way_passes_one_that_waits_for_more_pages() -> None:
-    booked = Booking(1, 40, 0.1, pages=3, decodes=True, output=5)
+    booked = InFlightLoad(1, 40, 0.1, pages=3, decodes=True, output=5)
     report = live(ends=((40, 5),), lacking=((9, 0.1, 50),))
     (first_s, first), (second_s, second), *_ = free_later(report, (booked,), 4.0, GAP, SHARE)
     assert (first_s, first) == (pytest.approx(0.25), 4.0), "it ends first: 10 tokens of others pass beside its prompt"
     assert (second_s, second) == (pytest.approx(0.5), 0.0), "then the stream, and the one that waits has room"
+
+
+def test_no_request_passes_one_whose_prompt_another_replica_computes() -> None:
+    """The replica grants pages to it before prompts of its own, however few these need."""
+    booked = InFlightLoad(1, 40, 0.1, pages=3, decodes=True, output=5)
+    report = live(ends=((40, 5),), lacking=((9, 0.0, 50),))
+    assert free_later(report, (booked,), 4.0, GAP, SHARE)[:2] == [
+        (pytest.approx(0.4), 0.0),  # the stream ends, and the one from elsewhere takes all pages
+        (pytest.approx(0.9), 6.0),  # its output ends, and the booked one has room
+    ]
 
 
 def test_waiting_request_with_room_slows_the_streams_and_ends_after_its_prompt_and_output() -> None:
@@ -49,7 +60,7 @@ def test_waiting_request_with_room_slows_the_streams_and_ends_after_its_prompt_a
 
 
 def test_stream_that_no_report_includes_has_its_pages_until_it_ends() -> None:
-    booked = Booking(1, 40, 0.1, pages=3, decodes=True, output=5, has_first=True)
+    booked = InFlightLoad(1, 40, 0.1, pages=3, decodes=True, output=5, has_first=True)
     assert free_later(live(ends=((10, 5),)), (booked,), 4.0, GAP, SHARE) == [
         (pytest.approx(0.05), 4.0),
         (pytest.approx(0.1), 9.0),
@@ -79,5 +90,5 @@ def test_times_rise_and_pages_are_neither_lost_nor_taken_twice(
 
 
 def test_cost_without_a_base_is_no_error() -> None:
-    booking = Booking(1, 40, 0.1, pages=3, decodes=True, output=5)
-    assert free_later(live(), [booking], 10.0, 0.0, SHARE)
+    in_flight = InFlightLoad(1, 40, 0.1, pages=3, decodes=True, output=5)
+    assert free_later(live(), [in_flight], 10.0, 0.0, SHARE)

@@ -1,15 +1,13 @@
 """Pools follow demand: within bounds, after a delay, without moving back and forth, and each by its own role."""
 
-from dataclasses import replace
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdock.router.scaling import SHRINK_MARGIN, Bounds, Flip, Resize, Scaling, ScalingConfig, demand
-from crossdock.workers.report.advertise import LiveProfile, Prompts
+from crossdock.workers.report.live_profile import LiveProfile, Prompts
 from crossdock.workers.report.profile import Role
-from tests.router.replicas import COST, live, profile
+from tests.router.replicas import COST, changed, live, profile
 
 CONFIG = ScalingConfig(utilisation=0.5, interval_s=1.0, up_delay_s=3.0, down_delay_s=5.0)
 FLIPPING = CONFIG.model_copy(update={"flip_roles": True})
@@ -119,13 +117,13 @@ def test_demand_is_the_share_of_time_pages_or_places_in_use() -> None:
     many_places = profile(max_num_seqs=1000)
     assert demand(many_places, decoding, 0.0) == pytest.approx((COST.decode_step_seconds(38, 10_000)) / 0.1)
     assert demand(static, decoding, 0.0) == 38 / 64  # places, of which more are in use
-    assert demand(static, replace(live(), free_pages=(4000, 1500, 1000)), 0.0) == 0.75
+    assert demand(static, changed(live(), free_pages=(4000, 1500, 1000)), 0.0) == 0.75
 
 
 def test_demand_follows_the_reported_cost() -> None:
     decoding = live(streams=(1, 0, 0))
     static = profile(max_num_seqs=1000)
-    slower = replace(decoding, cost=tuple(5 * coefficient for coefficient in COST.coefficients))
+    slower = changed(decoding, cost=tuple(5 * coefficient for coefficient in COST.coefficients))
     assert demand(static, slower, 0.0) == pytest.approx(5 * demand(static, decoding, 0.0))
 
 

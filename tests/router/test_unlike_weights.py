@@ -5,8 +5,8 @@ from typing import Any
 from crossdock.router.actions import Accepted, Action, Fail, PlaceAgain
 from crossdock.router.fleet import Fleet
 from crossdock.router.request_life import RequestLife
-from crossdock.workers.schedule.request import TokenDelta
-from crossdock.workers.schedule.submission import Leg, SamplingParams, Submission
+from crossdock.workers.schedule.request.request import TokenDelta
+from crossdock.workers.schedule.request.submission import Leg, SamplingParams, Submission
 from tests.router.replicas import fleet_of, profile
 from tests.router.test_request_life import LOSS, submits
 

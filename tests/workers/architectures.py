@@ -5,7 +5,18 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from crossdock.workers.model.weights.config_fields import unread
+
 WINDOW = 16
+# Scaled to as many positions as the other models have.
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 32.0,
+    "original_max_position_embeddings": 8,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+_YARN |= {"truncate": False, "rope_theta": 150000.0}
 _BASE: dict[str, Any] = {
     "vocab_size": 128,
     "hidden_size": 48,
@@ -87,7 +98,7 @@ SERVED: dict[str, dict[str, Any]] = {
     "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
     **dict.fromkeys(("axk1", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"), _MLA),
-    "gpt_oss": {**_MOE, **_SLIDING},
+    "gpt_oss": {**_MOE, **_SLIDING, "rope_parameters": _YARN},
     "hunyuan_v1_dense": {},
     "seed_oss": {},
     "arcee": {},
@@ -186,6 +197,8 @@ def build(name: str, options: dict[str, Any]) -> PreTrainedModel:
     torch.manual_seed(0)
     values = {key: value for key, value in (_BASE | options).items() if value is not None}
     config = AutoConfig.for_model(name.split()[0], **values)
+    for key, _ in list(unread(values, config)):  # a size that this architecture has by another name
+        delattr(config, key)
     model: PreTrainedModel = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
     for parameter in model.parameters():
         if parameter.dim() > 1:

@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from crossdock.workers.model.lora.adapter_files import read_adapter
-from crossdock.workers.schedule.submission import Adapter
+from crossdock.workers.schedule.request.submission import Adapter
 
 peft: Any = pytest.importorskip("peft", reason="needs peft, the oracle of adapters")
 ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -44,6 +44,12 @@ def greedy_of(logits: Any, prompt: list[int], num_tokens: int, eos_token_id: int
     return token_ids[len(prompt) :]
 
 
+def adapted(module: PreTrainedModel, **config: Any) -> Any:
+    """Return PEFT's model over a module, whose linears are replaced. `config`: of PEFT's LoraConfig."""
+    with warnings.catch_warnings(action="ignore"):  # of transformers about PEFT's code, and of PEFT about `config`
+        return peft.get_peft_model(module, peft.LoraConfig(**config)).eval()
+
+
 def tuned(
     module: PreTrainedModel,
     folder: Path,
@@ -57,9 +63,7 @@ def tuned(
 
     `dtype`: of the file. PEFT's model has the same numbers in float32.
     """
-    given = {"r": 4, "lora_alpha": 6, "target_modules": ALL} | config
-    with warnings.catch_warnings(action="ignore", category=FutureWarning):  # of transformers, about PEFT's code
-        model = peft.get_peft_model(copy.deepcopy(module), peft.LoraConfig(**given)).eval()
+    model = adapted(copy.deepcopy(module), **{"r": 4, "lora_alpha": 6, "target_modules": ALL} | config)
     generator = torch.Generator().manual_seed(seed)
     added = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
     for parameter in added:

@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedMode
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.model import LoadedModel
-from crossdock.workers.schedule.pictures.items import Item
+from crossdock.workers.schedule.request.items import Item
 
 IMAGE, VIDEO, BREAK, BEGIN, END = 120, 121, 122, 123, 124  # tokens
 VOCAB_SIZE = 128
@@ -241,7 +241,14 @@ class PicturePrompt:
             else:
                 tokens, item = part
                 items.append(
-                    Item(len(token_ids), len(tokens), item.num_rows, item.kind, item.content_hash, item.tensors)
+                    Item(
+                        len(token_ids),
+                        len(tokens),
+                        item.num_embedding_tokens,
+                        item.kind,
+                        item.content_hash,
+                        item.tensors,
+                    )
                 )
                 token_ids += tokens
         return cls(token_ids, items)

@@ -5,7 +5,7 @@ import pickle
 import tempfile
 import traceback
 from collections.abc import Callable
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ import torch.distributed as dist
 
 from tests.forked_workers import PROCESSES
 
+UNHURRIED_S = 1800.0  # a deadline of ranks that must not end on a busy machine: the limit of the test comes first
 DIVISIONS = [(2, 1), (1, 2), (2, 2)]  # tensor ranks, stages
 
 
@@ -49,7 +50,11 @@ class Ranks:
         self.pipes[number].send((function, args))
 
     def answer(self, number: int) -> Any:
-        assert self.pipes[number].poll(120), "a rank does not answer"
+        """Wait for the result of a call, as long as the test may and the process lives."""
+        sentinel = self.processes[number].sentinel
+        ready = wait([self.pipes[number], sentinel], UNHURRIED_S)
+        assert ready, "a rank does not answer"
+        assert self.pipes[number] in ready, "the process of a rank has ended"
         answer = self.pipes[number].recv()
         if isinstance(answer, BaseException):
             raise answer

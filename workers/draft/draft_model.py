@@ -10,13 +10,13 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.sampling.sampler import argmax
-from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.cost.cost_fit import StepCostFit
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.memory.pages import PagePool
-from crossdock.workers.schedule.request import Request
-from crossdock.workers.schedule.submission import SamplingParams
+from crossdock.workers.schedule.request.batch import Batch, Scheduled
+from crossdock.workers.schedule.request.request import Request
+from crossdock.workers.schedule.request.submission import SamplingParams
 
 CATCH_UP_TOKENS = 256
 """Most tokens besides drafts that one call computes: the prompt of a new stream takes several steps of the target."""
@@ -45,9 +45,11 @@ class _DraftedStream:
         Keys and values of accepted drafts stay; keys and values of rejected drafts are written over. `forced`: tokens
         that will follow the request's own.
         """
-        mine, tokens = self.seen.token_ids, [*self.tokens, *forced] if forced else self.tokens
+        mine = self.seen.token_ids
+        tokens = [*self.tokens, *forced] if forced else self.tokens
         num_tokens = len(tokens)
-        same, most = min(self.num_known, num_tokens), min(len(mine), num_tokens)
+        same = min(self.num_known, num_tokens)
+        most = min(len(mine), num_tokens)
         while same < most and mine[same] == tokens[same]:
             same += 1
         mine[same:] = tokens[same:]
@@ -116,7 +118,8 @@ class DraftModel:
         """
         if num_tokens <= 0:
             return 0.0
-        cost, context = self._fit.cost, num_streams * self._mean_context
+        cost = self._fit.cost
+        context = num_streams * self._mean_context
         first = cost.seconds(StepWork.of([(0, 2)] * num_streams))
         return first + (num_tokens - 1) * cost.decode_step_seconds(num_streams, context)
 
@@ -147,7 +150,9 @@ class DraftModel:
         """
         streams = {request_id: self._streams[request_id] for request_id in wanted}
         missing = sorted((stream.catch_up(forced.get(name, ())), name) for name, stream in streams.items())
-        parts, limits, left = list[Scheduled](), dict[str, int](), CATCH_UP_TOKENS
+        parts = list[Scheduled]()
+        limits = dict[str, int]()
+        left = CATCH_UP_TOKENS
         for num_missing, request_id in missing:
             stream = self._streams[request_id] = self._streams.pop(request_id)  # the latest to draft
             num_tokens = min(num_missing, left)
@@ -168,11 +173,11 @@ class DraftModel:
         num_missing = -(-num_tokens // self.pages.page_size) - len(self.pages.pages_of(request_id))
         if num_missing <= 0:
             return True
-        if num_missing > self.pages.stock.num_available:
+        if num_missing > self.pages.block_pool.num_available:
             for other, stream in self._streams.items():
                 if other not in wanted and self.pages.release(other):
                     stream.seen.num_computed_tokens = 0
-                    if num_missing <= self.pages.stock.num_available:
+                    if num_missing <= self.pages.block_pool.num_available:
                         break
             else:
                 return False
@@ -203,7 +208,7 @@ class DraftModel:
         sweep = []
         for num_streams, num_tokens in _SWEEP:
             num_pages = -(-num_tokens // self.pages.page_size)
-            if num_tokens > self.model.max_model_len or not self.pages.stock.can_allocate(num_streams * num_pages):
+            if num_tokens > self.model.max_model_len or not self.pages.block_pool.can_allocate(num_streams * num_pages):
                 continue
             requests = [Request(f"sweep {number}", [0] * num_tokens, SamplingParams()) for number in range(num_streams)]
             for request in requests:

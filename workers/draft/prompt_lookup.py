@@ -66,7 +66,8 @@ class _TextIndex:
         self._extend(end)
         ending = [*self.tokens[max(end - self.cap, 0) : end], *forced][-self.cap :]
         ending.reverse()
-        best, at = 0, 0
+        best = 0
+        at = 0
         if self._found[1]:  # what followed the last match may go on
             at = self._found[2] + end + len(forced) - self._found[0]
             best = self._match_length(at, ending) if at < end else 0
@@ -76,13 +77,16 @@ class _TextIndex:
                 break
             length = self._match_length(position, ending)
             if length > best:
-                best, at = length, position
+                best = length
+                at = position
             position = self._earlier[position]
         return (best, at) if best >= self.shortest else (0, 0)
 
     def _match_length(self, position: int, ending: Sequence[int]) -> int:
         """Return how many tokens before `position` equal those of `ending`, whose last one comes first."""
-        tokens, length, most = self.tokens, 0, min(len(ending), position)
+        tokens = self.tokens
+        length = 0
+        most = min(len(ending), position)
         while length < most and tokens[position - 1 - length] == ending[length]:
             length += 1
         return length
@@ -118,7 +122,8 @@ class _TextIndex:
 
     def _slots(self, tokens: NDArray[np.uint64]) -> NDArray[np.int64]:
         """Return the slot, as `_slot`, of the n-gram that ends at each position of `tokens`."""
-        multiplier, mask = np.uint64(_MULTIPLIER), np.uint64(_MASK)
+        multiplier = np.uint64(_MULTIPLIER)
+        mask = np.uint64(_MASK)
         num_grams = len(tokens) - self.shortest + 1
         code = np.zeros(num_grams, np.uint64)
         for offset in range(self.shortest):
@@ -152,7 +157,8 @@ class PromptLookup:
         """Return the `wanted` number of drafts for each request whose last tokens occur earlier in its text."""
         drafts = {}
         for request_id, most in wanted.items():
-            index, ending = self._indexes[request_id], forced.get(request_id, ())
+            index = self._indexes[request_id]
+            ending = forced.get(request_id, ())
             length, position = index.search(ending)
             if length:
                 drafts[request_id] = _continuation(index.tokens, position, ending, most)

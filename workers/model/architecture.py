@@ -1,6 +1,10 @@
-"""Read from the configuration of a transformers model what its parts are."""
+"""Read from the configuration of a transformers model what its parts are. No torch."""
 
-from transformers import PretrainedConfig
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 ATTENTION_NAME = "crossdock"  # under which transformers knows our attention
 
@@ -10,18 +14,40 @@ STATELESS_TYPES = frozenset({"moe", "mlp"})  # layers with neither attention nor
 _WITHOUT_ATTENTION = {"linear_attention", "conv"} | STATELESS_TYPES
 
 
-def text_config(config: PretrainedConfig) -> PretrainedConfig:
+_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"} | RECURRENT_TYPES | STATELESS_TYPES
+_BLOCKS = "keys are compressed by blocks of tokens, and KV pages hold a row for each token"
+_INDEXER = "an indexer chooses the tokens that are read; KV pages do not hold its keys, and attention reads all tokens"
+_WHY_NOT = {
+    "indexed_attention": _INDEXER,
+    "minimax_m3_sparse": _INDEXER,
+    "compressed_sparse_attention": _BLOCKS,
+    "heavily_compressed_attention": _BLOCKS,
+}
+"""Why layers of transformers' other types are refused. docs/models.md names the first step towards each."""
+
+
+def require_served_layers(model_type: str, kinds: Iterable[str]) -> None:
+    """Check that all state of layers of these types lies in KV pages. Raises ValueError: names the types."""
+    if unknown := set(kinds) - _LAYER_TYPES:
+        reasons = dict.fromkeys(_WHY_NOT.get(kind, "their state does not lie in KV pages") for kind in sorted(unknown))
+        raise ValueError(
+            f"{model_type} has layers of type {', '.join(sorted(unknown))}: {'; '.join(reasons)}. Served are "
+            f"{', '.join(sorted(_LAYER_TYPES))}"
+        )
+
+
+def text_config(config: "PretrainedConfig") -> "PretrainedConfig":
     """Return the configuration of the decoder, which is a part of some models' configuration."""
     decoder: PretrainedConfig = config.get_text_config(decoder=True)
     return decoder
 
 
-def is_multimodal(config: PretrainedConfig) -> bool:
+def is_multimodal(config: "PretrainedConfig") -> bool:
     """Return whether a model has an encoder of pictures beside its decoder."""
     return getattr(config, "vision_config", None) is not None
 
 
-def attention_names(config: PretrainedConfig, name: str = ATTENTION_NAME) -> "str | dict[str, str]":
+def attention_names(config: "PretrainedConfig", name: str = ATTENTION_NAME) -> "str | dict[str, str]":
     """Return the attention of each part of a model, as transformers wants it: `name` for the decoder.
 
     An encoder of pictures never has our attention, which would write to the KV pages.
@@ -29,21 +55,21 @@ def attention_names(config: PretrainedConfig, name: str = ATTENTION_NAME) -> "st
     return {"text_config": name, "vision_config": "sdpa"} if is_multimodal(config) else name
 
 
-def num_deep_layers(config: PretrainedConfig) -> int:
+def num_deep_layers(config: "PretrainedConfig") -> int:
     """Return the number of layers after which embeddings of pictures are added (Qwen3-VL's DeepStack)."""
     return len(getattr(getattr(config, "vision_config", None), "deepstack_visual_indexes", None) or ())
 
 
-def layer_kinds(config: PretrainedConfig) -> list[str]:
+def layer_kinds(config: "PretrainedConfig") -> list[str]:
     """Return the kind of each layer of a decoder, where its configuration has them."""
     return list(getattr(config, "layer_types", None) or ())
 
 
-def recurrent_layers(config: PretrainedConfig) -> list[int]:
+def recurrent_layers(config: "PretrainedConfig") -> list[int]:
     """Return the numbers of the layers of a decoder that keep a recurrent state."""
     return [layer for layer, kind in enumerate(layer_kinds(config)) if kind in RECURRENT_TYPES]
 
 
-def attention_layers(config: PretrainedConfig) -> list[int]:
+def attention_layers(config: "PretrainedConfig") -> list[int]:
     """Return the numbers of the layers with attention of a decoder that has recurrent layers too."""
     return [layer for layer, kind in enumerate(layer_kinds(config)) if kind not in _WITHOUT_ATTENTION]

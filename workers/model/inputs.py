@@ -18,7 +18,7 @@ from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.page_lists import PageLists, table_of
 from crossdock.workers.model.pictures.vision import PictureEncoder
 from crossdock.workers.model.shared_rows import rows_of
-from crossdock.workers.schedule.batch import Batch, Scheduled
+from crossdock.workers.schedule.request.batch import Batch, Scheduled
 
 _NO_STATES = np.zeros((0, 0), np.int32)
 _ALIGNMENT = 16  # bytes: Triton compiles a kernel again for pointers that are less aligned
@@ -82,7 +82,8 @@ class StepInputs:
     @classmethod
     def empty(cls, num_groups: int) -> "StepInputs":
         """Return a step without sequences, of a model with so many groups of layers."""
-        none, none32 = np.zeros(0, np.int64), np.zeros(0, np.int32)
+        none = np.zeros(0, np.int64)
+        none32 = np.zeros(0, np.int32)
         slots = none if num_groups == 1 else np.zeros((0, num_groups), np.int64)
         pages = PageLists(none32, none, num_groups)
         return cls(none, none, slots, none, np.zeros(1, np.int32), none32, pages)
@@ -136,7 +137,8 @@ class StepInputs:
 
     def run(self, model: LoadedModel, previous_tokens: Tensor | None = None) -> Tensor:
         """Compute this rank's part of the step; return logits [N, vocab] on the last stage. See `on`."""
-        longest, decodes = (self.max_query_len, int(self.kv_len.max())), self.num_decodes
+        longest = (self.max_query_len, int(self.kv_len.max()))
+        decodes = self.num_decodes
         pictures = rows_of(model, self.pictures) if self.pictures is not None else None
         chunks = int(self.kv_len[decodes:].max(initial=0))
         adapters = None if model.adapters is None else model.adapters.rows(self.adapters, self.query_start)
@@ -185,7 +187,13 @@ class StepTensors(NamedTuple):
         on_host: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         batch = AttentionBatch(
-            *(self.query_start, self.kv_len, self.page_table, self.slots, max_query_len, max_kv_len, num_decodes),
+            self.query_start,
+            self.kv_len,
+            self.page_table,
+            self.slots,
+            max_query_len,
+            max_kv_len,
+            num_decodes,
             on_host=on_host,
             max_chunk_kv_len=max_chunk_kv_len,
         )

@@ -16,7 +16,9 @@ class KVPool:
     def __init__(self) -> None:
         self.tensor: Tensor = torch.empty(0)
         self.pages: Sequence[tuple[Tensor, Tensor]] = ()  # of each layer: keys and values
-        self.page_size, self._num_pages = 1, 0  # tokens of a page
+        # Tokens of a page.
+        self.page_size = 1
+        self._num_pages = 0
         self._taker: MemoryTaker | None = None  # on a CPU
         self.is_asleep = False  # the memory is given back: no step may read it
 
@@ -43,7 +45,9 @@ class KVPool:
         views = [layout.views(layer, num_pages) for layout in layouts for layer in range(len(layout.layers))]
         pages = [(tensor(keys), tensor(values)) for keys, values in views]
         self.pages = [pages for _, pages in sorted(zip(order, pages, strict=True), key=lambda pair: pair[0])]
-        self.tensor, self.page_size, self._num_pages = pool, layouts[0].page_size, num_pages
+        self.tensor = pool
+        self.page_size = layouts[0].page_size
+        self._num_pages = num_pages
 
     @property
     def by_page(self) -> Tensor:
@@ -61,12 +65,14 @@ class KVPool:
         """Give the memory back to Linux until `wake`. Views and registrations stay; contents are lost. On a CPU."""
         assert self._taker is not None, "pages of a GPU do not sleep"
         self._taker.end()
-        self._taker, self.is_asleep = None, True
+        self._taker = None
+        self.is_asleep = True
         give_back(self.tensor)
 
     def wake(self) -> None:
         """Take the memory again, all zeros."""
-        self._taker, self.is_asleep = MemoryTaker(self.tensor), False
+        self._taker = MemoryTaker(self.tensor)
+        self.is_asleep = False
 
     def wait_for_memory(self) -> None:
         """Wait until this process has the memory of its pool. Until then a step that reaches new pages takes longer."""

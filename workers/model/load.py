@@ -10,8 +10,10 @@ from torch import nn
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from crossdock.kernels.backend import choose_attention, has_package, in_fixed_order, require_working
+from crossdock.kernels.backend import choose_attention, in_fixed_order, require_working
+from crossdock.kernels.packages import has_package
 from crossdock.workers.model.architecture import attention_names, is_multimodal, recurrent_layers, text_config
+from crossdock.workers.model.context_length import longest_request
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
@@ -30,11 +32,17 @@ from crossdock.workers.model.pooling import HiddenTap
 from crossdock.workers.model.probe import probe, refuse_by_config
 from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.model.weights.fingerprint import fingerprint
+from crossdock.workers.model.weights.finite import check_finite, weights_of
 from crossdock.workers.model.weights.formats import format_of
 from crossdock.workers.model.weights.scheme import check_asked, scheme_of
 from crossdock.workers.model.weights.weights import read_config
 
 logger = logging.getLogger(__name__)
+
+# Published generation_config.json have values that transformers' own generation would ignore, and names at each load.
+logging.getLogger("transformers.generation.configuration_utils").addFilter(
+    lambda record: "generation flags are not valid" not in record.getMessage()
+)
 
 
 def load_model(
@@ -44,11 +52,11 @@ def load_model(
     kv_bytes: int | None = None,
     loaded: Callable[[], None] = lambda: None,
 ) -> LoadedModel:
-    """Load a Hugging Face directory. Collective: every rank of a gang must call it.
+    """Load a Hugging Face directory. Collective: every rank of a worker group must call it.
 
-    `links` connect to the other ranks of a gang, of which this one loads its part. `kv_bytes` must fit into memory
-    beside the weights; None checks nothing. `loaded` is called when the weights are in memory, before the logits are
-    checked.
+    `links` connect to the other ranks of a worker group, of which this one loads its part. `kv_bytes` must fit into
+    memory beside the weights; None checks nothing. `loaded` is called when the weights are in memory, before the logits
+    are checked.
 
     Raises:
         CannotCut: the model cannot be divided among so many ranks.
@@ -56,7 +64,7 @@ def load_model(
             Or `max_model_len` is more than the model was made for, or `attention_backend` cannot run on `device` with
             pages of `kv_cache_dtype`, or `cpu_kernels` with the model's dtype on this CPU; or `quantization` cannot be
             applied to this model here, or the model cannot be `batch_invariant`; or the package of `load_format` is
-            not installed.
+            not installed; or a weight is NaN or infinite.
     """
     path = resolve_model(spec.path)
     attention = choose_attention(spec.attention_backend, torch.device(device), spec.kv_cache_dtype, spec.cpu_kernels)
@@ -66,11 +74,14 @@ def load_model(
     config = read_config(path)
     refuse_by_config(config)
     check_asked(spec.quantization, scheme_of(config.to_dict()))
-    dtype, weights = dtype_of(spec, config, device), format_of(spec.quantization)
+    dtype = dtype_of(spec, config, device)
+    weights = format_of(spec.quantization)
     if kv_bytes is not None:
-        position, num_sharing = RankPosition(), 1
+        position = RankPosition()
+        num_sharing = 1
         if links is not None:
-            position, num_sharing = links.position, links.ranks_on_this_host()
+            position = links.position
+            num_sharing = links.ranks_on_this_host()
         check_fits(config, position, dtype, kv_bytes, device, num_sharing, weight_format=weights)
     module, part = weights.read(config, path, dtype, links, device, spec.load_format)
     try:
@@ -78,6 +89,7 @@ def load_model(
     except OSError:
         generation = None
     module = module.to(device)
+    check_finite(weights_of(module), f"model {path}")
     loaded()
     checkpoint = fingerprint(path) if links is None else ""
     options = LoadOptions(
@@ -112,14 +124,17 @@ def wrap_module(module: Any, options: LoadOptions = _DEFAULTS) -> LoadedModel:
     refuse_by_config(config)
     module.eval().requires_grad_(False)
     module.set_attn_implementation(attention_names(config))
-    decoder, max_model_len = text_config(config), longest_request(config, options.max_model_len)
+    decoder = text_config(config)
+    max_model_len = longest_request(config, options.max_model_len)
     variant = _fix_rope_to(module, max_model_len)
-    device, kv_cache_dtype = next(module.parameters()).device, options.kv_cache_dtype
+    device = next(module.parameters()).device
+    kv_cache_dtype = options.kv_cache_dtype
     attention = options.attention or choose_attention("auto", device, kv_cache_dtype, options.cpu_kernels)
     if options.batch_invariant:
         attention = in_fixed_order(attention)
     part = options.part or ModelPart(RankPosition(), num_layers=decoder.num_hidden_layers)
-    chunks, tap = attention_chunks(decoder, max_model_len, attention), HiddenTap(module)
+    chunks = attention_chunks(decoder, max_model_len, attention)
+    tap = HiddenTap(module)
     network = Network(module, config, max_model_len, part, attention, chunks, tap)
     scale_by_position(module)
     skip_idle_experts(module)
@@ -172,14 +187,6 @@ def _adapters(network: Network, sites: Mapping[str, Site], options: LoadOptions)
     )
 
 
-def longest_request(config: PretrainedConfig, max_model_len: int | None) -> int:
-    """Return the most tokens that a request can have. ValueError: `max_model_len` is more than the model's own."""
-    longest = getattr(text_config(config), "max_position_embeddings", None)
-    if max_model_len and longest and max_model_len > longest:
-        raise ValueError(f"max_model_len ({max_model_len}) is more than the model's own {longest} positions")
-    return max_model_len or longest or 2048
-
-
 def _eos_token_ids(config: PretrainedConfig, generation: GenerationConfig | None) -> frozenset[int]:
     sources = [source for source in (config, text_config(config), generation) if source is not None]
     values = [value for source in sources if (value := getattr(source, "eos_token_id", None)) is not None]
@@ -209,11 +216,34 @@ def _fix_rope_to(module: nn.Module, max_model_len: int) -> str:
         kind = getattr(rotary, "rope_type", None)
         if not isinstance(kind, str):  # none, or one per layer type, which no model combines with the two below
             continue
-        if kind == "dynamic":  # differs from its start only past max_position_embeddings, which we do not serve
-            rotary.rope_type = "default"
+        if kind == "dynamic":
+            variant = _fix_dynamic(rotary, max_model_len)
         elif kind == "longrope":
             variant = _fix_longrope(rotary, max_model_len)
     return variant
+
+
+def _fix_dynamic(rotary: Any, max_model_len: int) -> str:
+    """Fix the rotary base of dynamic scaling, which grows with a sequence past max_position_embeddings.
+
+    Keys in pages cannot change with the sequence. So a server for longer requests has one base for all of them: that of
+    a sequence of `max_model_len` tokens. The name keeps its pages apart from those of another `max_model_len`.
+    """
+    rotary.rope_type = "default"
+    positions = rotary.config.max_position_embeddings
+    if max_model_len <= positions:
+        return ""
+    logger.warning(
+        "max_model_len (%d) is more than the model's %d positions: every request has the rotary base that dynamic "
+        "scaling gives a sequence of %d tokens; shorter requests lose some quality, and max_model_len %d avoids that",
+        max_model_len,
+        positions,
+        max_model_len,
+        positions,
+    )
+    frequencies, _ = ROPE_INIT_FUNCTIONS["dynamic"](rotary.config, rotary.inv_freq.device, seq_len=max_model_len)
+    rotary.register_buffer("inv_freq", frequencies, persistent=False)
+    return f"dynamic rope of {max_model_len}"
 
 
 def _fix_longrope(rotary: Any, max_model_len: int) -> str:

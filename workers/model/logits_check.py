@@ -19,8 +19,8 @@ from crossdock.kernels.cache import cache_dir, replacing
 from crossdock.workers.model.architecture import attention_names
 from crossdock.workers.model.forward.forward_context import ForwardContext
 from crossdock.workers.model.network import Network
-from crossdock.workers.schedule.request import Request
-from crossdock.workers.schedule.submission import SamplingParams
+from crossdock.workers.schedule.request.request import Request
+from crossdock.workers.schedule.request.submission import SamplingParams
 
 PROBE_LENGTHS = [5, 24]  # tokens of the two sequences that are computed
 
@@ -37,7 +37,8 @@ class ProbeBatch:
     def for_model(cls, model: Network) -> "ProbeBatch":
         """Return the batch on the model's device."""
         generator = torch.Generator().manual_seed(0)
-        num_tokens, device = sum(PROBE_LENGTHS), model.device
+        num_tokens = sum(PROBE_LENGTHS)
+        device = model.device
         ids = torch.randint(0, min(model.vocab_size, 1000), (num_tokens,), generator=generator).to(device)
         positions = torch.cat([torch.arange(n) for n in PROBE_LENGTHS]).to(device)
         return cls(ids, positions, torch.arange(num_tokens, device=device))

@@ -31,7 +31,7 @@ class LoadedModel(Network):
     places: Mapping[int, int]  # in `layers`, by layer number
     states: StateLayout | None = None  # of the recurrent layers here; None: the model has none
     least_state_pages: int = 1  # what the rank with the largest state needs for a request's
-    states_name: str = ""  # names the states of all ranks of a gang; empty: there is one rank
+    states_name: str = ""  # names the states of all ranks of a worker group; empty: there is one rank
     groups: Sequence[LayerGroup] = ()  # of the whole model's layers, which share pages; empty: all do, for good
     scales: Sequence[tuple[Tensor, Tensor]] = ()
     """Of each layer here, if pages are e4m3: of keys and of values, [Hkv] float32, powers of two."""
@@ -61,12 +61,13 @@ class LoadedModel(Network):
     @property
     def held_groups(self) -> list[list[int]]:
         """Return the layers here of each group, numbered from 0. A stage of a pipeline may have none of a group."""
-        first, held = self.part.first_place, range(len(self.layers))
+        first = self.part.first_place
+        held = range(len(self.layers))
         groups = [[layer - first for layer in group.layers if layer - first in held] for group in self.groups]
         return groups or [list(held)]
 
     def state_pages(self, page_size: int) -> int:
-        """Return how many pages the recurrent state of one request takes, which is the same on all ranks of a gang."""
+        """Return how many pages the recurrent state of one request takes: the same number on all ranks."""
         if self.states is None:
             return 0
         return max(self.least_state_pages, self.states.num_pages(self.layouts(page_size)[0].page_bytes))

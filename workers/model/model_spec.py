@@ -14,7 +14,7 @@ class ModelSpec:
     max_model_len: int | None = None  # tokens, prompt and output together; None: the model's own limit
     attention_backend: AttentionBackend = "auto"
     kv_cache_dtype: KVCacheDtype = "auto"  # of KV pages; auto: the model's
-    cpu_kernels: CpuKernels = "auto"  # that compute products and prompts' attention; auto: the fastest here
+    cpu_kernels: CpuKernels = "auto"  # kernels of products and prompts' attention; auto: the fastest here
     batch_invariant: bool = False  # a model whose bits depend on the batch is refused
     max_lora_rank: int = 0  # of adapters; 0: the model takes none
     max_loras: int = 0  # adapters in memory at once

@@ -24,11 +24,12 @@ from crossdock.workers.model.layers.fusion import drop_fused, fused_tensors, fus
 from crossdock.workers.model.layers.triton_layers import TritonLayers
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.weight_group import WeightGroup, announced
+from crossdock.workers.model.weights.finite import check_finite, weights_of
 from crossdock.workers.model.weights.formats import PlainWeights
 from crossdock.workers.model.weights.heap import trim_heap
 from crossdock.workers.model.weights.scheme import PLAIN, scheme_at, scheme_of
 from crossdock.workers.model.weights.tensor_check import is_classifier
-from crossdock.workers.schedule.weight_version import unlike
+from crossdock.workers.schedule.request.weight_version import unlike
 
 
 class NewWeights:
@@ -99,8 +100,8 @@ class NewWeights:
         `sent`: checksums of tensors, by their names in the checkpoint.
 
         Raises:
-            ValueError: the weights cannot be replaced, the files are not all weights of this model, or a tensor has
-                another checksum than it was sent with.
+            ValueError: the weights cannot be replaced, the files are not all weights of this model, a tensor has
+                another checksum than it was sent with, or a number is NaN or infinite.
         """
         self._put = None
         if reason := self.why_not():
@@ -113,6 +114,7 @@ class NewWeights:
         model = self._model
         plain, _ = PlainWeights().read(copy.deepcopy(model.config), folder, model.dtype, model.part.collectives)
         plain.requires_grad_(False)
+        check_finite(weights_of(plain), f"weights in {folder}" if sent is None else "weights that were sent")
         put, held = _prepared(model.module, plain)
         self._put, self._read_proof = put, Proof(received, held)
 
@@ -147,7 +149,8 @@ class NewWeights:
         """Compute with the weights that were read from the next step on. Belongs between two steps."""
         assert self._put is not None, "no weights have been read"
         self._put()
-        self.are_given_up, self._proof = False, self._read_proof
+        self.are_given_up = False
+        self._proof = self._read_proof
         self.drop()
         trim_heap()
 
@@ -162,7 +165,9 @@ class NewWeights:
 
     def drop(self) -> None:
         """Forget what was received and read."""
-        self._put, self._received, self._sent = None, {}, {}
+        self._put = None
+        self._received = {}
+        self._sent = {}
 
 
 class Proof(NamedTuple):
@@ -187,7 +192,8 @@ def _prepared(module: nn.Module, plain: nn.Module) -> tuple[Callable[[], None], 
     Raises:
         ValueError: a tensor is missing, or of another shape.
     """
-    source, held = plain.state_dict(), _tensors(module)
+    source = plain.state_dict()
+    held = _tensors(module)
     wrong = [name for name, tensor in held.items() if name not in source or source[name].shape != tensor.shape]
     if wrong:
         raise ValueError(f"no weights of the right shape for {', '.join(wrong[:3])}{', …' * (len(wrong) > 3)}")

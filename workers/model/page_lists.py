@@ -13,8 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from crossdock.workers.schedule.batch import Scheduled
 from crossdock.workers.schedule.memory.prefix_index import HOLE
+from crossdock.workers.schedule.request.batch import Scheduled
 
 
 class PageLists:
@@ -22,7 +22,9 @@ class PageLists:
 
     def __init__(self, entries: NDArray[np.int32], counts: NDArray[np.int64], num_groups: int = 1) -> None:
         """`entries` are all pages; `counts` [S * G] says how many each list has, at least one."""
-        self.entries, self.counts, self.num_groups = entries, counts, num_groups
+        self.entries = entries
+        self.counts = counts
+        self.num_groups = num_groups
 
     @classmethod
     def of(cls, parts: Sequence[Scheduled], num_pages: NDArray[np.int64]) -> "PageLists":
@@ -72,7 +74,8 @@ class PageLists:
 
     def with_padding(self, at: int, counts: Sequence[int]) -> "PageLists":
         """Return the lists with those of further sequences before sequence `at`, of `counts` pages 0 in each group."""
-        before, more = at * self.num_groups, np.repeat(np.array(counts, np.int64), self.num_groups)
+        before = at * self.num_groups
+        more = np.repeat(np.array(counts, np.int64), self.num_groups)
         cut = int(self.counts[:before].sum())
         entries = np.concatenate([self.entries[:cut], np.zeros(more.sum(), np.int32), self.entries[cut:]])
         return PageLists(entries, np.concatenate([self.counts[:before], more, self.counts[before:]]), self.num_groups)

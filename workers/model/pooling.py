@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from crossdock.workers.schedule.batch import Batch, Scheduled
+from crossdock.workers.schedule.request.batch import Batch, Scheduled
 
 
 class HiddenTap:
@@ -35,7 +35,8 @@ class HiddenTap:
         try:
             yield
         finally:
-            self.is_open, self.hidden = False, None
+            self.is_open = False
+            self.hidden = None
 
     def check(self) -> None:
         """Note whether the forwards since the tap was opened gave hidden states."""
@@ -72,6 +73,11 @@ class Pooler:
     def has_any(self) -> bool:
         """Return whether a request has pooled hidden states."""
         return bool(self._pooled)
+
+    def is_finite(self, request_id: str) -> bool:
+        """Return whether a request has no vector, or one without NaN and infinity. Waits for the device."""
+        pooled = self._pooled.get(request_id)
+        return pooled is None or bool(pooled.vector.isfinite().all())
 
     def take(self, request_id: str) -> bytes | None:
         """Return and drop the vector of a request, [E] float32; None: no vector is wanted. Waits for the device."""

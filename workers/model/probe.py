@@ -13,12 +13,11 @@ from torch import Tensor
 from transformers import DynamicCache, PretrainedConfig
 
 from crossdock.workers.model.architecture import (
-    RECURRENT_TYPES,
-    STATELESS_TYPES,
     attention_layers,
     attention_names,
     layer_kinds,
     recurrent_layers,
+    require_served_layers,
     text_config,
 )
 from crossdock.workers.model.forward.forward_context import (
@@ -48,20 +47,9 @@ from crossdock.workers.model.network import Network
 from crossdock.workers.model.recurrent.recurrent_layers import NotRecurrentError, keep_states_in_pages
 from crossdock.workers.model.weights.formats import WeightUse
 from crossdock.workers.model.weights.fp8_scales import example_text, in_float32, scale_for
-from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
+from crossdock.workers.schedule.request.batch import Batch, Scheduled, StatePages
 
 logger = logging.getLogger(__name__)
-
-_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"} | RECURRENT_TYPES | STATELESS_TYPES
-_BLOCKS = "keys are compressed by blocks of tokens, and KV pages hold a row for each token"
-_INDEXER = "an indexer chooses the tokens that are read; KV pages do not hold its keys, and attention reads all tokens"
-_WHY_NOT = {
-    "indexed_attention": _INDEXER,
-    "minimax_m3_sparse": _INDEXER,
-    "compressed_sparse_attention": _BLOCKS,
-    "heavily_compressed_attention": _BLOCKS,
-}
-"""Why layers of transformers' other types are refused. docs/models.md names the first step towards each."""
 
 
 def refuse_by_config(config: PretrainedConfig) -> None:
@@ -70,13 +58,7 @@ def refuse_by_config(config: PretrainedConfig) -> None:
     Raises:
         ValueError: layers keep other state.
     """
-    kinds = set(layer_kinds(text_config(config)))
-    if unknown := kinds - _LAYER_TYPES:
-        reasons = dict.fromkeys(_WHY_NOT.get(kind, "their state does not lie in KV pages") for kind in sorted(unknown))
-        raise ValueError(
-            f"{config.model_type} has layers of type {', '.join(sorted(unknown))}: {'; '.join(reasons)}. Served are "
-            f"{', '.join(sorted(_LAYER_TYPES))}"
-        )
+    require_served_layers(config.model_type, layer_kinds(text_config(config)))
 
 
 @torch.inference_mode()
@@ -84,7 +66,7 @@ def probe(network: Network, options: LoadOptions, eos_token_ids: frozenset[int] 
     """Prove a network: two sequences in one flat batch must give the logits of its own eager attention.
 
     Returns the model whose layers are now known, and fused if that gives the same logits again. Collective: every rank
-    of a gang must call it.
+    of a worker group must call it.
 
     Raises:
         ValueError: the logits differ, a layer did not reach our attention exactly once, or weights cannot be stored as
@@ -143,7 +125,7 @@ def _check_weights(network: Network, options: LoadOptions) -> None:
     """Check that weights can be stored as `options` ask. ValueError: weights cannot."""
     weights = options.weights
     use = WeightUse(
-        *(network.device.type, network.dtype, network.part.position.size, network.attention.name, options.cpu_kernels)
+        network.device.type, network.dtype, network.part.position.size, network.attention.name, options.cpu_kernels
     )
     if reason := weights.why_not(use):
         raise ValueError(f"quantization {weights.name}: {reason}")
@@ -160,7 +142,8 @@ def _with_faster_layers(
     options: LoadOptions,
 ) -> LoadedModel:
     """Return the model with faster parts in place of its own where these give the same logits, and with `scales`."""
-    on_triton, kernels = may_use_triton_steps(model), ""
+    on_triton = may_use_triton_steps(model)
+    kernels = ""
     if model.device.type == "cuda" or on_triton:
         join_projections_if_equal(model, check)
     if on_triton:
@@ -176,7 +159,8 @@ def _with_faster_layers(
 
 def _keep_states(network: Network) -> StateLayout:
     """Let the recurrent layers keep their states in pages, and return where. ValueError: they cannot."""
-    name, decoder = network.config.model_type, text_config(network.config)
+    name = network.config.model_type
+    decoder = text_config(network.config)
     if not attention_layers(decoder):
         raise ValueError(f"{name} has no layers with attention, and so no KV pages to keep its states in")
     module = network.module
@@ -209,7 +193,8 @@ def _check_states(model: LoadedModel, check: LogitsCheck) -> None:
     try:
         width = model.state_pages(size)
         model.allocate_pool(2 + 2 * width, size)
-        first, second = range(2, 2 + width), range(2 + width, 2 + 2 * width)
+        first = range(2, 2 + width)
+        second = range(2 + width, 2 + 2 * width)
         cut = long // 3
         steps = [
             [(0, 0, short, StatePages((), first)), (1, 0, cut, StatePages((), second))],
@@ -236,7 +221,8 @@ def _check_states(model: LoadedModel, check: LogitsCheck) -> None:
 def _one_call_per_layer(network: Network, calls: Sequence[AttentionCall]) -> list[AttentionCall]:
     """Return the calls in the order of layers."""
     calls = sorted(calls, key=lambda call: call.layer)
-    layers, part = [call.layer for call in calls], network.part
+    layers = [call.layer for call in calls]
+    part = network.part
     expected = list(part.held_layers)
     if recurrent_layers(text_config(network.config)):
         expected = [layer for layer in attention_layers(text_config(network.config)) if layer in part.held_layers]

@@ -11,12 +11,12 @@ from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.shared_rows import send_rows
 from crossdock.workers.model.step_messages import StepSender
-from crossdock.workers.schedule.batch import Batch
+from crossdock.workers.schedule.request.batch import Batch
 
 
 @dataclass(frozen=True, slots=True)
 class Runner:
-    """Executes steps on one model, or on this rank's part of it. Every rank of a gang has one, with the same graphs.
+    """Executes steps on one model, or on this rank's part of it. Every rank of a group has one, with the same graphs.
 
     `notify_ranks` sends each batch to the other ranks; None: there are none, or another rank is the driver.
     """
@@ -122,7 +122,7 @@ class Runner:
     def compute(self, inputs: StepInputs, previous_tokens: Tensor | None = None) -> Tensor:
         """Compute this rank's part of a step; see `finish`.
 
-        Whether it is a graph, and which one, depends on the step alone: every rank of a gang does the same.
+        Whether it is a graph, and which one, depends on the step alone: every rank of a worker group does the same.
         """
         graphs = self._graphs_for(inputs)
         return inputs.run(self.model, previous_tokens) if graphs is None else graphs.run(inputs, previous_tokens)

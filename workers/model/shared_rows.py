@@ -21,7 +21,8 @@ def rows_of(model: Network, pictures: StepPictures) -> PictureRows | None:
     """
     if pictures.prepared is not None or not pictures.is_read:
         return pictures.prepared
-    links, rank = model.part.collectives, model.part.position.rank
+    links = model.part.collectives
+    rank = model.part.position.rank
     assert links is not None, "this rank encodes, and has not prepared the step"
     num_rows = len(pictures.rows) if rank in _receivers(model) else 0
     shape = 1 + num_deep_layers(model.config), num_rows, text_config(model.config).hidden_size
@@ -45,7 +46,8 @@ def _receivers(model: Network) -> list[int]:
 
     These ranks are in the first pipeline stage, and in stages with a layer after which embeddings are added.
     """
-    position, num_layers = model.part.position, text_config(model.config).num_hidden_layers
+    position = model.part.position
+    num_layers = text_config(model.config).num_hidden_layers
     first_layers = [layer_range(num_layers, position.num_stages, stage)[0] for stage in range(position.num_stages)]
     last = sum(first == 0 or first < num_deep_layers(model.config) for first in first_layers)
     return [rank for rank in range(last * position.tensor_size) if rank != position.driver]

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from crossdock.workers.model.forward.step_pictures import StepPictures
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.page_lists import PageLists
-from crossdock.workers.schedule.pictures.encoding import NO_ENCODER_WORK
+from crossdock.workers.schedule.request.batch import NO_ENCODER_WORK
 
 _LONG = ("token_ids", "positions", "slots", "wanted")  # int64
 _SHORT = ("query_start", "kv_len")  # int32
@@ -39,7 +39,8 @@ class StepSender:
         lists = inputs.pages
         places = _rows(self._place(requests, lists.num_groups), lists.num_groups)
         self._tables = _grown(self._tables, 0, lists.width, _UNKNOWN)
-        flat, at = self._tables.reshape(-1), lists.places(places.astype(np.int64), self._tables.shape[1])
+        flat = self._tables.reshape(-1)
+        at = lists.places(places.astype(np.int64), self._tables.shape[1])
         changed = np.flatnonzero(flat[at] != lists.entries).astype(np.int32)
         entries = lists.entries[changed]
         flat[at[changed]] = entries
@@ -82,7 +83,8 @@ class StepReceiver:
         counts = -(-kv_len.astype(np.int64) // page_size).repeat(num_groups)
         self._tables = _grown(self._tables, int(places.max()) + 1, int(counts.max()), 0)
         lists = PageLists(np.empty(counts.sum(), np.int32), counts, num_groups)
-        flat, at = self._tables.reshape(-1), lists.places(places.astype(np.int64), self._tables.shape[1])
+        flat = self._tables.reshape(-1)
+        at = lists.places(places.astype(np.int64), self._tables.shape[1])
         flat[at[changed]] = entries
         lists.entries[:] = flat[at]
         slots = slots if num_groups == 1 else slots.reshape(-1, num_groups)

@@ -48,8 +48,10 @@ class WeightGroup:
             ValueError: `info` lacks a field. RuntimeError: the trainer or another rank does not come in time.
         """
         try:
-            address, port = str(info["master_address"]), int(info["master_port"])
-            rank, size = int(info["rank_offset"]) + own, int(info["world_size"])
+            address = str(info["master_address"])
+            port = int(info["master_port"])
+            rank = int(info["rank_offset"]) + own
+            size = int(info["world_size"])
         except (KeyError, TypeError, ValueError) as error:
             needed = "master_address, master_port, rank_offset and world_size"
             raise ValueError(f"init_info needs {needed}: {error!r}") from None

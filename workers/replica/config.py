@@ -1,10 +1,11 @@
 """The settings of one replica: its model, its engine and its KV transfers. No torch, no ray."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, Self, TypeAlias
+from typing import Annotated, Literal, Self, TypeAlias
 
-from pydantic import BaseModel, ByteSize, ConfigDict, Field, TypeAdapter, model_validator
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, model_validator
 
 from crossdock.kernels.options import AttentionBackend, CpuKernels, KVCacheDtype, LoadFormat, Quantization
 from crossdock.workers.model.memory.memory_budget import MemoryBudget
@@ -68,6 +69,7 @@ class EngineConfig(SchedulerConfig):
     )
     kv_cache_files: str | None = Field(
         None,
+        json_schema_extra={"format": "path"},
         description="Folder for KV pages that leave the pool, and its size, e.g. /var/cache/kv,100GiB; null: none. "
         "Replicas share it, and find its pages after a restart.",
     )
@@ -94,15 +96,15 @@ class EngineConfig(SchedulerConfig):
     attention_backend: AttentionBackend = Field(
         "auto", description="Implementation of attention; auto: our C++ on CPUs and Triton on GPUs."
     )
-    cpu_kernels: CpuKernels = Field(
+    cpu_kernels: Annotated[CpuKernels, BeforeValidator(lambda value: "native" if value == "own" else value)] = Field(
         "auto",
         description="Kernels of matrix products and of prompts' attention on CPUs; auto: measured at the first start; "
-        "int8: for packed weights, rounds rows to int8.",
+        "int8: for packed weights, rounds rows to int8. Version 0.1 also takes own, the old name of native.",
     )
     batch_invariant: bool = Field(
         False,
         description="A request's tokens and logprobs are the same bits alone and in any batch, chunks, prefix or "
-        "preemption; a model that cannot is refused. On CPUs by cpu_kernels own, on GPUs by Triton; costs speed.",
+        "preemption; a model that cannot is refused. On CPUs by cpu_kernels native, on GPUs by Triton; costs speed.",
     )
     quantization: Quantization | None = Field(
         None,
@@ -142,13 +144,13 @@ class EngineConfig(SchedulerConfig):
         wrong = {
             "cpu_kernels": (
                 self.cpu_kernels,
-                "auto, own or int8: other products add in an order that the batch decides",
+                "auto, native or int8: other products add in an order that the batch decides",
             ),
             "attention_backend": (self.attention_backend, "auto or triton: others cut contexts as the batch decides"),
             "enable_lora": (self.enable_lora, "false: the products of adapters are computed by their rows of a step"),
         }
         for name, (value, needed) in wrong.items():
-            if value not in ("auto", "own", "int8", "triton", False):
+            if value not in ("auto", "native", "int8", "triton", False):
                 raise ValueError(f"{name} is {value!r}; with batch_invariant it must be {needed}")
         return self
 
@@ -183,7 +185,8 @@ class EngineConfig(SchedulerConfig):
 
     def sized(self, defaults: StepSizes, max_model_len: int) -> Self:
         """Return the configuration with the numbers that are left to the device. ValueError: numbers do not fit."""
-        tokens, requests = self.max_num_batched_tokens, self.max_num_seqs
+        tokens = self.max_num_batched_tokens
+        requests = self.max_num_seqs
         if not tokens:
             whole = 0 if self.enable_chunked_prefill else max_model_len
             tokens = max(defaults.tokens, whole, requests + self.page_size)
@@ -210,9 +213,14 @@ class EngineConfig(SchedulerConfig):
 
     def model_spec(self, path: str | None, dtype: str = "auto", max_model_len: int | None = None) -> ModelSpec:
         """Return the spec of a model that runs with these settings; arguments as in `ModelSpec`."""
-        kernels = "own" if self.batch_invariant and self.cpu_kernels == "auto" else self.cpu_kernels
+        kernels = "native" if self.batch_invariant and self.cpu_kernels == "auto" else self.cpu_kernels
         return ModelSpec(
-            *(path, dtype, max_model_len, self.attention_backend, self.kv_cache_dtype, kernels),
+            path,
+            dtype,
+            max_model_len,
+            self.attention_backend,
+            self.kv_cache_dtype,
+            kernels,
             batch_invariant=self.batch_invariant,
             quantization=self.quantization,
             load_format=self.load_format,
@@ -262,6 +270,7 @@ class ReplicaSpec:
     rank_timeout_s: float = 60.0  # a rank that takes longer for its part of one step counts as hung
     start_timeout_s: float = 900.0  # until all ranks have loaded their parts
     emulated: EmulatedDevice | None = None  # in place of one that computes
+    lora_modules: Mapping[str, str] = field(default_factory=dict)  # folders of the start's adapters, by name
     device: Device | None = None  # of each rank; None: a GPU where torch finds one, else the CPU
 
     def __post_init__(self) -> None:

@@ -14,10 +14,12 @@ def sized(config: EngineConfig, model: LoadedModel) -> EngineConfig:
     """Return the configuration, with the numbers that depend on the device of `model` filled in and logged."""
     if config.max_num_batched_tokens and config.max_num_seqs:
         return config
-    name, memory = "CPU", 0
+    name = "CPU"
+    memory = 0
     if model.device.type == "cuda":
         properties = torch.cuda.get_device_properties(model.device)
-        name, memory = properties.name, properties.total_memory
+        name = properties.name
+        memory = properties.total_memory
     result = config.sized(StepSizes.of_device(name, memory), model.max_model_len)
     logger.info(
         "for %s: max_num_batched_tokens %d, max_num_seqs %d", name, result.max_num_batched_tokens, result.max_num_seqs

@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Self
 
-from crossdock.workers.schedule.submission import InvalidField, Overloaded
+from crossdock.workers.schedule.request.submission import InvalidField, Overloaded
 
 
 @dataclass(frozen=True, slots=True)

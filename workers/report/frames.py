@@ -10,7 +10,7 @@ import numpy as np
 from msgspec import msgpack
 
 from crossdock.workers.report.advertise import Message
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.submission import Submission
 
 LENGTH = struct.Struct(">I")  # bytes of the frame that follow
 TICKET_BYTES = 32

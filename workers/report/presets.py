@@ -11,13 +11,13 @@ published memory bandwidth and dense bf16 rate. With the achieved shares below:
 
 An all-reduce moves 2 · (t - 1) / t of a token's hidden state over each GPU's link, twice per layer. The times of
 reading weights and of multiplying by them are added, where a real step hides the shorter of the two: estimates are a
-little high for balanced steps. No bend and no bound by launching kernels is assumed, which only a measurement shows.
-KV pages get the memory that the weights and a reserve of a tenth leave.
+little high for balanced steps. No breakpoint and no bound by launching kernels is assumed, which only a measurement
+shows. KV pages get the memory that the weights and a reserve of a tenth leave.
 
 An encoder of pictures with P parameters, `layers` of width `hidden` and p patches for each row of its output has
 
     base        = W / (BW · bandwidth share) + LAUNCH_S
-    per_row     = 2 · P · p / (FLOPS · GEMM share)
+    per_embedding_token     = 2 · P · p / (FLOPS · GEMM share)
     per_square  = 4 · layers · hidden · p² / (FLOPS · attention share)
 
 on one GPU.
@@ -31,7 +31,7 @@ from pydantic import ValidationError
 from crossdock.workers.report.profile import SchedulingProfile, TierSize
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
-from crossdock.workers.schedule.slo import DEFAULT_CLASSES
+from crossdock.workers.schedule.request.slo import DEFAULT_CLASSES
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,7 +176,8 @@ def preset(name: str) -> SchedulingProfile:
             f"profile: {name!r} is neither a file nor GPU-MODEL[-tpN] with a GPU of {', '.join(GPUS)}, a model of "
             f"{', '.join(MODELS)} and N of 1, 2, 4, 8"
         )
-    gpu, model = GPUS[gpu_name], MODELS[model_name]
+    gpu = GPUS[gpu_name]
+    model = MODELS[model_name]
     sizes = [int(tp_text)] if tp_text else [1, 2, 4, 8]
     wanted = _RESERVE if tp_text else _RESERVE + 1 / 3
     tp = next((tp for tp in sizes if tp * gpu.memory * (1 - wanted) >= model.held_bytes), None)
@@ -202,7 +203,7 @@ def preset(name: str) -> SchedulingProfile:
         runs_ahead=True,
         cost=_cost(gpu, model, tp),
         encoder_cost=_encoder_cost(gpu, model.encoder) if model.encoder is not None else None,
-        encoder_rows=_ROWS_CACHE // model.encoder.row_bytes if model.encoder is not None else 0,
+        encoder_tokens=_ROWS_CACHE // model.encoder.row_bytes if model.encoder is not None else 0,
     )
 
 
@@ -211,7 +212,7 @@ def _encoder_cost(gpu: Gpu, encoder: PictureModel) -> EncoderCost:
     attended = 4 * encoder.layers * encoder.hidden * encoder.patches**2
     return EncoderCost(
         base=encoder.weight_bytes / (gpu.bandwidth * _BANDWIDTH_SHARE) + _LAUNCH_S,
-        per_row=2 * encoder.parameters * encoder.patches / (gpu.flops * _GEMM_SHARE),
+        per_embedding_token=2 * encoder.parameters * encoder.patches / (gpu.flops * _GEMM_SHARE),
         per_square=attended / (gpu.flops * _ATTENTION_SHARE),
     )
 
@@ -222,7 +223,8 @@ def _kv_tokens(gpu: Gpu, model: Model, tp: int) -> int:
 
 
 def _cost(gpu: Gpu, model: Model, tp: int) -> StepCost:
-    bandwidth, flops = tp * gpu.bandwidth * _BANDWIDTH_SHARE, tp * gpu.flops
+    bandwidth = tp * gpu.bandwidth * _BANDWIDTH_SHARE
+    flops = tp * gpu.flops
     reduced = 2 * model.layers * 2 * (tp - 1) / tp * 2 * model.heads * model.head_dim  # bytes over each GPU's link
     per_token = 2 * model.parameters / (flops * _GEMM_SHARE) + reduced / (gpu.link * _BANDWIDTH_SHARE)
     return StepCost(

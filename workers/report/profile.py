@@ -1,16 +1,17 @@
 """The static part of what a replica advertises to routers; the live part is in advertise.py."""
 
 from functools import lru_cache
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ConfigDict
 
+from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.prefix_index import Window
-from crossdock.workers.schedule.pacing.chunk_policies import ChunkPolicy
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
-from crossdock.workers.schedule.slo import SloClass
+from crossdock.workers.schedule.policies.chunk_policies import ChunkPolicy
+from crossdock.workers.schedule.request.slo import SloClass
 
 Role: TypeAlias = Literal["mixed", "prefill", "decode"]
 """The work that a replica is assigned to. A value that can change: every replica can do all work."""
@@ -46,6 +47,9 @@ class SchedulingProfile(BaseModel):
     max_num_seqs: int
     slo_classes: tuple[SloClass, ...]  # most urgent first
     chunk_policy: ChunkPolicy = "adaptive"
+    idle_step_share: float = 0.25  # adaptive: longest step, as a share of the tightest promise of a first token
+    enable_chunked_prefill: bool = True
+    max_prefill_tokens: int = 0  # per step; 0: `max_num_batched_tokens`
     min_chunk_tokens: int = 16  # adaptive: prompt tokens that a step computes however tight the slack is
     admission: Literal["reject", "queue"] = "reject"
     role: Role = "mixed"
@@ -63,10 +67,17 @@ class SchedulingProfile(BaseModel):
     peer: bytes = b""  # address for KV transfers; empty: the replica makes none
     cost: StepCost  # as measured at the start
     encoder_cost: EncoderCost | None = None  # of pictures, as measured at the start; None: prompts are text alone
-    encoder_rows: int = 0  # of embeddings, that the replica keeps
+    encoder_tokens: int = 0  # of embeddings, that the replica keeps
     keeps_items_whole: bool = False  # chunks may not end inside a picture
     interval_share: float = 1.0  # interval of the steps of a full pipeline / seconds of one; see `IntervalShare`
     overrun: float = 1.0  # see `StepCostFit`
+    start_s: float = 0.0  # that its start took, from the process on; 0: unknown
+
+    @classmethod
+    def settings_of(cls, config: SchedulerConfig) -> dict[str, Any]:
+        """Return the fields that a scheduler's settings fix."""
+        names = SchedulerConfig.model_fields.keys() & cls.model_fields.keys()
+        return {name: getattr(config, name) for name in names} | {"min_chunk_tokens": config.chunk_floor}
 
     def slowed(self, scale: float) -> "SchedulingProfile":
         """Return the profile of a device that takes `scale` times as long for everything."""

@@ -4,7 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import exp, inf
 
-from crossdock.workers.report.advertise import MEMORY_S, LiveProfile, PageChanges, observe
+from crossdock.workers.report.advertise import observe
+from crossdock.workers.report.live_profile import MEMORY_S, LiveProfile, PageChanges, RecentShares
 from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.prefixes.tier_pages import PageTier
 from crossdock.workers.schedule.scheduler import Scheduler
@@ -29,14 +30,16 @@ class TimeShares:
 
     def measure(self, now: float) -> None:
         """Average the shares since the last call with the earlier ones."""
-        seconds, self._measured = now - self._measured, now
+        seconds = now - self._measured
+        self._measured = now
         old = exp(-seconds / MEMORY_S)
         self.streams = old * self.streams + (1 - old) * self._streams_then
         self._streams_then = 1 - self.scheduler.forecast.prefill_share(0)
         cost = self.scheduler.forecast.cost.per_prefill_token if self.scheduler.forecast.cost is not None else 0.0
         cost *= self.scheduler.forecast.interval_share  # several steps in flight compute at the same time
         tokens = [self.scheduler.table.prefilled.tokens_by_priority[priority] for priority in range(len(self.prompts))]
-        before, self._tokens = self._tokens or tokens, tokens
+        before = self._tokens or tokens
+        self._tokens = tokens
         if seconds > 0:
             for priority, mean in enumerate(self.prompts):
                 share = min((tokens[priority] - before[priority]) * cost / seconds, 1.0)
@@ -86,13 +89,14 @@ class Publisher:
         `step_seconds`: of the last step, without the time before another ended; 0: no step since the last call.
         """
         self.sequence += 1
-        self._was_busy, self._activity, self._published = self._is_busy, self._current_activity, now
+        self._was_busy = self._is_busy
+        self._activity = self._current_activity
+        self._published = now
         self._step_seconds = step_seconds or self._step_seconds
         self._shares.measure(now)
         return replace(
             observe(self.scheduler, self.incarnation, self.sequence),
-            prompt_shares=tuple(self._shares.prompts),
-            stream_share=self._shares.streams,
+            shares=RecentShares(tuple(self._shares.prompts), self._shares.streams),
             step_seconds=self._step_seconds if self.scheduler.table.has_work else 0.0,
             bytes_per_second=self._bytes_per_second,
             role=self.role,
@@ -119,7 +123,8 @@ class Publisher:
         if not any((added, evicted, *(part for both in tiers for part in both))):
             return ()
         self._num_page_changes += 1
-        stored, lost = [came for came, _ in tiers], [went for _, went in tiers]
+        stored = [came for came, _ in tiers]
+        lost = [went for _, went in tiers]
         return (PageChanges(self.incarnation, self._num_page_changes, added, evicted, stored=stored, lost=lost),)
 
     def all_pages(self) -> PageChanges:
@@ -127,7 +132,8 @@ class Publisher:
 
         Call this after the other readers were given the result of `page_changes`.
         """
-        stored, index = [tier.findable() for tier in self._tiers], self.scheduler.pages.prefixes
+        stored = [tier.findable() for tier in self._tiers]
+        index = self.scheduler.pages.prefixes
         return PageChanges(self.incarnation, self._num_page_changes, index.findable(), is_all=True, stored=stored)
 
     @property

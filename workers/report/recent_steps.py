@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from crossdock.workers.report.timeline import Chunk, Timeline
-from crossdock.workers.schedule.batch import Batch
+from crossdock.workers.schedule.request.batch import Batch
 
 SHOWN = 512  # steps in one answer, which takes a few milliseconds to make
 KEEP = 2048  # steps, 20 s of 10 ms each; 1 to 3 MiB with two chunks in each
@@ -54,21 +54,23 @@ class RecentSteps:
             )
         )
 
-    def after(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
+    def after(self, seen: Mapping[str, int], owner: str | None) -> dict[str, Any]:
         """Return, as JSON, the first steps after the last one that the reader has seen; without one, the newest steps.
 
-        A tenant sees the steps that computed chunks of its own, with these chunks alone. Figures that count the work of
+        An owner sees the steps that computed chunks of its own, with these chunks alone. Figures that count the work of
         others are left out: sizes and predictions of steps. Microseconds take the place of step numbers.
 
         Args:
             seen: number of the last step seen, by incarnation.
-            tenant: who reads; None: one who may see all requests.
+            owner: who reads; None: one who may see all requests.
         """
-        name, steps, number_of = self.incarnation, list(self._steps), _number
-        if tenant is not None:
+        name = self.incarnation
+        steps = list(self._steps)
+        number_of = _number
+        if owner is not None:
             # Another name: numbers seen with a key that may see all are not compared with microseconds.
-            name = hashlib.blake2b(f"{name} {tenant}".encode(), digest_size=16).hexdigest()
-            steps = [step for step in steps if any(timeline.tenant == tenant for timeline, _ in step.chunks)]
+            name = hashlib.blake2b(f"{name} {owner}".encode(), digest_size=16).hexdigest()
+            steps = [step for step in steps if any(timeline.owner == owner for timeline, _ in step.chunks)]
             number_of = _microseconds
         last = seen.get(name, 0)
         steps = [step for step in steps if number_of(step) > last]
@@ -76,11 +78,11 @@ class RecentSteps:
         return {
             "incarnation": name,
             "last_step": number_of(steps[-1]) if steps else last,
-            "steps": [self._shown(step, number_of(step), tenant) for step in steps],
+            "steps": [self._shown(step, number_of(step), owner) for step in steps],
         }
 
-    def _shown(self, step: StepRecord, number: int, tenant: str | None) -> dict[str, Any]:
-        sees_all = tenant is None
+    def _shown(self, step: StepRecord, number: int, owner: str | None) -> dict[str, Any]:
+        sees_all = owner is None
         return {
             "number": number,
             "started": round(self._unix_at_zero + step.started, 4),
@@ -100,7 +102,7 @@ class RecentSteps:
                     "reason": chunk.reason,
                 }
                 for timeline, chunk in step.chunks
-                if sees_all or timeline.tenant == tenant
+                if sees_all or timeline.owner == owner
             ],
         }
 

@@ -12,10 +12,10 @@ from statistics import median
 from typing import Any, NamedTuple
 
 from crossdock.kvtransfer.events import Figures
-from crossdock.workers.schedule.batch import Batch
-from crossdock.workers.schedule.request import FinishReason, Request, Status, TokenDelta
-from crossdock.workers.schedule.slo import SloClass
-from crossdock.workers.schedule.submission import Leg, Submission
+from crossdock.workers.schedule.request.batch import Batch
+from crossdock.workers.schedule.request.request import FinishReason, Request, Status, TokenDelta
+from crossdock.workers.schedule.request.slo import SloClass
+from crossdock.workers.schedule.request.submission import Leg, Submission
 
 KEEP_FINISHED = 512  # requests; 27 MiB if every one had KEEP_CHUNKS chunks (tracemalloc), else far less
 KEEP_CHUNKS = 128  # of one request, the newest
@@ -62,7 +62,8 @@ class Gaps(NamedTuple):
     longest: float = 0.0
 
 
-_NO_COUNTS, _NO_GAPS = Counts(0, 0, 0, 0), Gaps()
+_NO_COUNTS = Counts(0, 0, 0, 0)
+_NO_GAPS = Gaps()
 
 
 @dataclass(slots=True, eq=False)
@@ -72,7 +73,7 @@ class Timeline:
     number: int  # on this replica, from 1
     id: str
     request_id: str  # the client's name for all that its HTTP request led to
-    tenant: str
+    owner: str
     leg: Leg  # the part of the request that this replica was given
     epoch: int  # of that placement
     slo: SloClass
@@ -175,7 +176,9 @@ class Timeline:
 
     def tpot_by_sharing(self) -> dict[bool, float]:
         """Return a finished request's mean gap (s) per token: True for gaps with a chunk, False for the others."""
-        count, num_shared, shared = self.num_later_tokens, self.num_shared_tokens, self.shared_gaps[1]
+        count = self.num_later_tokens
+        num_shared = self.num_shared_tokens
+        shared = self.shared_gaps[1]
         alone = max((self.tpot or 0.0) * count - shared, 0.0)
         means = {True: shared / num_shared} if num_shared else {}
         return means | ({False: alone / (count - num_shared)} if count > num_shared else {})
@@ -197,7 +200,8 @@ class Timeline:
 
         `sees_all`: whether the reader may see the requests of others. If not, counts of their work are None.
         """
-        counts, gaps = self.counts(), self.gap_summary()
+        counts = self.counts()
+        gaps = self.gap_summary()
         is_live = self.finish_reason is None
         end = now if is_live else self.ended
         queued = (end if self.first_chunk is None else self.first_chunk) - self.arrived
@@ -263,7 +267,7 @@ class Progress:
     """The timelines that one step changed, and how."""
 
     chunks: Sequence[tuple[Timeline, Chunk]]
-    tokens: Sequence[Timeline]  # those that got tokens
+    tokens: Sequence[Timeline]  # timelines of requests that got tokens
     num_tokens: int
     finished: Sequence[Timeline]
 
@@ -297,7 +301,7 @@ class Timelines:
             number=self._num_added,
             id=submission.id,
             request_id=submission.request_id,
-            tenant=submission.tenant,
+            owner=submission.key_owner,
             adapter="" if submission.adapter is None else submission.adapter.name,
             leg=submission.leg,
             epoch=submission.epoch,
@@ -339,7 +343,8 @@ class Timelines:
             chunks.append((timeline, chunk))
         if chunks:
             self._last_chunks = ended
-        tokens, finished = [], []
+        tokens = []
+        finished = []
         for delta in deltas:
             timeline = self._live[delta.request_id]
             if delta.token_ids:
@@ -396,26 +401,26 @@ class Timelines:
 
     # -- read by any thread --------------------------------------------------------------------------------------------
 
-    def find(self, request_id: str, tenant: str | None, now: float) -> list[dict[str, Any]]:
+    def find(self, request_id: str, owner: str | None, now: float) -> list[dict[str, Any]]:
         """Return the timelines of a client's HTTP request on this replica as JSON, oldest first.
 
-        `tenant`: whose timelines are shown; None: all.
+        `owner`: whose timelines are shown; None: all.
         """
         known = dict.fromkeys(
             [*list(self._live.values()), *list(self._finished)]
         )  # one may just have moved from the first to the second
-        found = [each for each in known if each.request_id == request_id and tenant in (None, each.tenant)]
+        found = [each for each in known if each.request_id == request_id and owner in (None, each.owner)]
         found.sort(key=lambda timeline: timeline.arrived)
-        return [timeline.whole(now, sees_all=tenant is None) for timeline in found]
+        return [timeline.whole(now, sees_all=owner is None) for timeline in found]
 
-    def ids(self, tenant: str) -> set[str]:
-        """Return the ids of a tenant's unfinished requests."""
-        return {timeline.id for timeline in list(self._live.values()) if timeline.tenant == tenant}
+    def ids(self, owner: str) -> set[str]:
+        """Return the ids of an owner's unfinished requests."""
+        return {timeline.id for timeline in list(self._live.values()) if timeline.owner == owner}
 
-    def live(self, tenant: str | None, now: float) -> list[dict[str, Any]]:
+    def live(self, owner: str | None, now: float) -> list[dict[str, Any]]:
         """Return the timelines of unfinished requests as JSON, oldest first, without their chunks."""
-        found = [timeline for timeline in list(self._live.values()) if tenant in (None, timeline.tenant)]
-        return [timeline.summary(now, sees_all=tenant is None) for timeline in found]
+        found = [timeline for timeline in list(self._live.values()) if owner in (None, timeline.owner)]
+        return [timeline.summary(now, sees_all=owner is None) for timeline in found]
 
 
 def _rounded(seconds: float | None) -> float | None:

@@ -53,9 +53,12 @@ def _histogram(name: str, text: str, family: str, phase: str | None = None) -> N
     return Name(name, "histogram", text, (Source(family, None if phase is None else ("phase", (phase,))),))
 
 
-_ACTIVE, _PAGES, _INFO = "crossdock_requests_active", "crossdock_pages", "crossdock_kv_cache_info"
+_ACTIVE = "crossdock_requests_active"
+_PAGES = "crossdock_pages"
+_INFO = "crossdock_kv_cache_info"
 _SLEEP = "crossdock_sleep_level"
-_COMPUTED, _CACHED = "crossdock_prompt_tokens", "crossdock_cached_tokens"
+_COMPUTED = "crossdock_prompt_tokens"
+_CACHED = "crossdock_cached_tokens"
 _PHASES = "crossdock_request_phase_seconds"
 _PAGE_LABELS = {
     "page_size": "block_size",
@@ -69,7 +72,7 @@ OF_REPLICAS = (
     _gauge("num_requests_waiting", "Requests that wait.", Source(_ACTIVE, ("status", ("waiting", "held")))),
     _gauge(
         "num_requests_waiting_by_reason",
-        "Waiting requests: capacity: for pages or a place in a step; deferred: for a transfer of KV pages.",
+        "Waiting requests: capacity: for pages or a slot in a step; deferred: for a transfer of KV pages.",
         Source(_ACTIVE, ("status", ("waiting",)), fixed={"reason": "capacity"}),
         Source(_ACTIVE, ("status", ("held",)), fixed={"reason": "deferred"}),
     ),
@@ -154,10 +157,20 @@ OF_INGRESSES = (
 
 def exposition(registry: Collector, names: Iterable[Name], model_name: str | None) -> str:
     """Return the text of a registry; with a `model_name` also under vLLM's names. Each collector is asked once."""
-    families = list(registry.collect())
+    families = [_without_created(family) for family in registry.collect()]
     if model_name is not None:
         families += vllm_families(names, families, model_name)
     return generate_latest(_Collected(families)).decode()
+
+
+def _without_created(family: Metric) -> Metric:
+    """Return a family without the times at which its series were made: half of all lines, which no dashboard reads."""
+    kept = [sample for sample in family.samples if not sample.name.endswith("_created")]
+    if len(kept) == len(family.samples):
+        return family
+    found = Metric(family.name, family.documentation, family.type, family.unit)
+    found.samples = kept
+    return found
 
 
 class _Collected(Collector):

@@ -69,7 +69,7 @@ def sandbox_main(serve: Callable[[BinaryIO, BinaryIO], None]) -> None:
         sys.stderr.write("this kernel filters no system calls, so that a sandbox holds less (docs/security.md)\n")
     # Without buffers: `select` must see a message that comes right behind a question, and no answer stays behind.
     answers = os.fdopen(os.dup(1), "wb", buffering=0)
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    os.dup2(2, 1)  # what a library prints is no answer
     with suppress(BrokenPipeError):  # the caller has ended
         serve(os.fdopen(0, "rb", buffering=0, closefd=False), answers)
 
@@ -111,7 +111,8 @@ def run_limited(
     if not child:
         _run(compute, question, writer, parent, limits)
     os.close(writer)
-    answer, is_interrupted = None, False
+    answer = None
+    is_interrupted = False
     try:
         answer = read_packed(_AnswerPipe(reader, requests, deadline), limits.memory_bytes)  # type: ignore[arg-type]
     except TimeoutError:
@@ -134,7 +135,8 @@ class _AnswerPipe:
     """A child's pipe, as a stream that can be read until a deadline. A process of the child may hold its other end."""
 
     def __init__(self, reader: int, requests: BinaryIO, deadline: float) -> None:
-        self._reader, self._deadline = reader, deadline
+        self._reader = reader
+        self._deadline = deadline
         self._events = select.poll()
         for descriptor in (reader, requests.fileno()):
             self._events.register(descriptor, select.POLLIN)
@@ -197,7 +199,7 @@ def _limit(parent: int, writer: int, limits: Limits) -> None:
         os.dup2(nowhere, standard)
     for name in os.listdir("/proc/self/fd"):
         if int(name) > _PIPE:
-            with suppress(OSError):  # that of the list itself
+            with suppress(OSError):  # the descriptor of the list itself
                 os.close(int(name))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     if limits.stack_bytes is not None:

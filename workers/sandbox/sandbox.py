@@ -56,9 +56,11 @@ class Sandbox:
             start_patience_s: seconds until the process must be ready.
             environment: variables of the process. Of this one's, it has those of `_KEPT` alone.
         """
-        self._module, self._title = module, title
+        self._module = module
+        self._title = title
         self._settings = {**settings, "limits": asdict(limits)}
-        self._start_patience_s, self._patience_s = start_patience_s, limits.wall_seconds + _MARGIN_S
+        self._start_patience_s = start_patience_s
+        self._patience_s = limits.wall_seconds + _MARGIN_S
         self._environment = dict(environment or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._first_answer: dict[str, Any] | None = None
@@ -127,7 +129,9 @@ class Sandbox:
         """End the process. Another question starts the next one."""
         if self._closing is not None:
             self._closing()
-        self._process, self._closing, self._first_answer = None, None, None
+        self._process = None
+        self._closing = None
+        self._first_answer = None
 
     def end(self) -> None:
         """End the process, for good. Any thread may call."""
@@ -173,7 +177,9 @@ def _stdin(process: "subprocess.Popen[bytes]") -> BinaryIO:
 def _wait(process: "subprocess.Popen[bytes]", patience_s: float, interruption: Interruption | None = None) -> bool:
     """Wait for the process's next answer. Returns True where an interruption came first. TimeoutError: neither came."""
     assert process.stdout is not None
-    answers, events = process.stdout.fileno(), select.poll()  # `select` takes no descriptor from 1024 on
+    # `select` takes no descriptor from 1024 on.
+    answers = process.stdout.fileno()
+    events = select.poll()
     events.register(answers, select.POLLIN)
     if interruption is not None:
         events.register(interruption.fileno(), select.POLLIN)

@@ -12,10 +12,22 @@ import struct
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 
-_SET_SECCOMP, _NO_NEW_PRIVILEGES, _FILTER = 22, 38, 2  # of prctl
-_LOAD, _RETURN, _IF_EQUAL, _IF_BITS = 0x20, 0x06, 0x15, 0x45  # of BPF
-_NUMBER, _MACHINE, _FIRST_ARGUMENT = 0, 4, 16  # where seccomp's data have them
-_ALLOW, _REFUSE, _ABSENT = 0x7FFF0000, 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
+# Of prctl.
+_SET_SECCOMP = 22
+_NO_NEW_PRIVILEGES = 38
+_FILTER = 2
+# Of BPF.
+_LOAD = 0x20
+_RETURN = 0x06
+_IF_EQUAL = 0x15
+_IF_BITS = 0x45
+# Where seccomp's data have them.
+_NUMBER = 0
+_MACHINE = 4
+_FIRST_ARGUMENT = 16
+_ALLOW = 0x7FFF0000
+_REFUSE = 0x50000 | errno.EPERM
+_ABSENT = 0x50000 | errno.ENOSYS
 _THREAD = 0x10000  # CLONE_THREAD: decoders of videos have threads
 
 _MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -26,7 +38,9 @@ _ALLOWED = """
     getrusage 98 165, getrandom 318 278, nanosleep 35 101, clock_gettime 228 113, clock_nanosleep 230 115, exit 60 93,
     exit_group 231 94
 """  # each with its number on x86_64, then on aarch64
-_CLONE, _SIGNAL_THREAD, _CLONE_BY_STRUCT = (56, 220), (234, 131), (435, 435)
+_CLONE = (56, 220)
+_SIGNAL_THREAD = (234, 131)
+_CLONE_BY_STRUCT = (435, 435)
 
 
 class _Program(ctypes.Structure):

@@ -3,8 +3,8 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from crossdock.workers.schedule.request import Request, Status
-from crossdock.workers.schedule.submission import Adapter
+from crossdock.workers.schedule.request.request import Request, Status
+from crossdock.workers.schedule.request.submission import Adapter
 from crossdock.workers.schedule.table import RequestTable
 
 _NEWEST = 0.3  # weight of the newest load in the mean seconds of loads
@@ -36,7 +36,8 @@ class AdapterSlots:
         """Return the loads to begin now. Each must end with `end`. `waiting`: requests in the order of their start."""
         if not self.num_slots:
             return []
-        loaded, wanted = self.table.loaded_adapters, self._wanted(waiting)
+        loaded = self.table.loaded_adapters
+        wanted = self._wanted(waiting)
         changes = []
         for fingerprint, adapter in wanted.items():
             if fingerprint in loaded or fingerprint in self._loading:
@@ -44,7 +45,7 @@ class AdapterSlots:
             dropped = None
             if len(loaded) + len(self._loading) >= self.num_slots:
                 dropped = next((each for each in loaded if each not in wanted), None)
-                if dropped is None:  # those in the slots are still loading
+                if dropped is None:  # the adapters in the slots are still loading
                     break
                 del loaded[dropped]
             self._loading[fingerprint] = None
@@ -58,7 +59,8 @@ class AdapterSlots:
         """
         if not self.num_slots:
             return prefills
-        found, keeps_slots = list[Request](), False
+        found = list[Request]()
+        keeps_slots = False
         for request in prefills:
             lacks = self.table.lacks_adapter(request)
             keeps_slots |= lacks and self.table.is_starving(request)
@@ -84,7 +86,8 @@ class AdapterSlots:
 
     def _wanted(self, waiting: Sequence[Request]) -> dict[str, Adapter]:
         """Return the adapters that should be in slots, by fingerprint: those that requests hold come first."""
-        table, wanted = self.table, dict[str, Adapter]()
+        table = self.table
+        wanted = dict[str, Adapter]()
         for request in (*table.running, *table.held, *waiting):
             if request.adapter is not None and len(wanted) < self.num_slots:
                 wanted[request.adapter.fingerprint] = request.adapter

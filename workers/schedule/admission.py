@@ -1,15 +1,15 @@
-"""Which requests may queue, and which of those may start: promises, places, and limits on partly computed prompts."""
+"""Which requests may queue, and which of those may start: promises, slots, and limits on partly computed prompts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import Literal
 
-from crossdock.workers.schedule.order import STARVING, Turn, turn
-from crossdock.workers.schedule.pacing.forecast import Forecast
-from crossdock.workers.schedule.request import Request
-from crossdock.workers.schedule.slo import SloClass
-from crossdock.workers.schedule.submission import Leg, Overloaded
+from crossdock.workers.schedule.forecast import Forecast
+from crossdock.workers.schedule.policies.order import STARVING, Turn, before, turn
+from crossdock.workers.schedule.request.request import Request
+from crossdock.workers.schedule.request.slo import SloClass
+from crossdock.workers.schedule.request.submission import Leg, Overloaded
 from crossdock.workers.schedule.table import RequestTable
 
 MOST_MISFITS = 16  # requests of one class that a step tries to start and that lack pages: a step's work is bounded
@@ -30,17 +30,16 @@ class Startable:
         """Return whether no request that goes before this one could not start."""
         return turn(request, self.table.tenants) <= self.least_urgent and request.id not in self.table.kept_back
 
-    def stays(self, request: Request, lacks: Literal["chunk", "pages", "place"]) -> None:
+    def stays(self, request: Request, lacks: Literal["chunk", "pages", "slot"]) -> None:
         """Note that a request, which might have started, lacks something."""
         if self.table.config.prefill_order == "fcfs":
             self.least_urgent = STARVING
-        elif lacks == "place":
+        elif lacks == "slot":
             self.least_urgent = (request.priority, -inf, 0)
         elif lacks == "pages":
             own = turn(request, self.table.tenants)
             self._num_misfits = self._num_misfits + 1 if own == self.least_urgent else 1
-            keeps_back = int(self._num_misfits >= MOST_MISFITS)
-            self.least_urgent = (*own[:2], own[2] - keeps_back)
+            self.least_urgent = before(own) if self._num_misfits >= MOST_MISFITS else own
             self.least_urgent = STARVING if self.table.is_starving(request) else self.least_urgent
 
 
@@ -63,10 +62,10 @@ def promise(table: RequestTable, forecast: Forecast, request: Request, load_s: f
         raise Overloaded.late(slo.name, deadline, late)
 
 
-def num_places(table: RequestTable, priority: int) -> int:
-    """Return how many more requests of a class may hold pages now, without the places reserved for urgent classes.
+def num_slots(table: RequestTable, priority: int) -> int:
+    """Return how many more requests of a class may hold pages now, without the slots reserved for urgent classes.
 
-    A request whose pages are sent takes no place: it decodes elsewhere.
+    A request whose pages are sent takes no slot: it decodes elsewhere.
     """
     config = table.config
     taken = [other.priority for other in table.running]
@@ -74,16 +73,16 @@ def num_places(table: RequestTable, priority: int) -> int:
     return config.max_num_seqs - len(taken) - reserved_slots(config.slo_classes, config.max_num_seqs, taken, priority)
 
 
-def has_place(table: RequestTable, request: Request) -> bool:
-    """Return whether a request may hold pages now, without the places kept for other classes and tenants."""
-    kept = table.tenants.kept_places(request, table.running, table.config.max_num_seqs)
-    return num_places(table, request.priority) > kept
+def has_slot(table: RequestTable, request: Request) -> bool:
+    """Return whether a request may hold pages now, without the slots kept for other classes and tenants."""
+    kept = table.tenants.kept_slots(request, table.running, table.config.max_num_seqs)
+    return num_slots(table, request.priority) > kept
 
 
 def reserved_slots(classes: Sequence[SloClass], max_num_seqs: int, taken: Sequence[int], priority: int) -> int:
-    """Return how many free places are reserved for classes more urgent than `priority`.
+    """Return how many free slots are reserved for classes more urgent than `priority`.
 
-    `taken`: the priority of each request that has a place.
+    `taken`: the priority of each request that has a slot.
     """
     reserved = 0
     for urgent, slo in enumerate(classes[:priority]):

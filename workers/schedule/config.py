@@ -6,8 +6,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.pages import PagePool
-from crossdock.workers.schedule.pacing.chunk_policies import ChunkPolicy
-from crossdock.workers.schedule.slo import DEFAULT_CLASS, DEFAULT_CLASSES, SloClass
+from crossdock.workers.schedule.policies.chunk_policies import ChunkPolicy
+from crossdock.workers.schedule.request.slo import DEFAULT_CLASS, DEFAULT_CLASSES, SloClass
 
 _LONG_PROMPT_PART = 25  # a prompt above a 25th of max_model_len, 4 %, is long: vLLM's default for its own threshold
 
@@ -50,7 +50,7 @@ class SchedulerConfig(BaseModel):
         0.25,
         gt=0,
         description="Adaptive: longest step, as a share of the tightest ttft_s of the classes in use. A request that "
-        "arrives meanwhile waits for the end of the step.",
+        "arrives meanwhile waits for the end of the step. Without streams, steps mostly end at the knee of throughput.",
     )
     short_lane_share: float = Field(
         0.5, ge=0, lt=1, description="Share of each step's chunks that is reserved for short prompts."
@@ -78,7 +78,8 @@ class SchedulerConfig(BaseModel):
     @property
     def most_chunk_tokens(self) -> tuple[int, str]:
         """Return the tokens of a chunk that every step has room for, and the settings that say so."""
-        most, settings = self.max_num_batched_tokens - self.max_num_seqs, "max_num_batched_tokens - max_num_seqs"
+        most = self.max_num_batched_tokens - self.max_num_seqs
+        settings = "max_num_batched_tokens - max_num_seqs"
         return min((most, settings), (self.max_prefill_tokens or most, "max_prefill_tokens"), key=lambda pair: pair[0])
 
     def long_prompt_tokens(self, max_model_len: int) -> int:
@@ -92,7 +93,8 @@ class SchedulerConfig(BaseModel):
         Raises:
             ValueError: the pool or a step is too small for it; the message names the field.
         """
-        chunk, size = self.max_num_batched_tokens, pages.page_size
+        chunk = self.max_num_batched_tokens
+        size = pages.page_size
         needed = PageNeeds(size, pages.windows, chunk, pages.state_pages).at_most(max_model_len)
         if pages.num_pages < needed and (pages.has_windows or pages.state_pages):
             state = f", and twice {pages.state_pages} for its recurrent state" if pages.state_pages else ""

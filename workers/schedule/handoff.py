@@ -10,11 +10,11 @@ gives the last such prompt back to the router.
 from dataclasses import dataclass
 
 from crossdock.workers.schedule import kv
-from crossdock.workers.schedule.admission import has_place
-from crossdock.workers.schedule.order import STARVING, Turn, order_prefills, turn
-from crossdock.workers.schedule.pacing.pace import next_due
-from crossdock.workers.schedule.request import FinishReason, Request, Status
-from crossdock.workers.schedule.submission import Leg
+from crossdock.workers.schedule.admission import has_slot
+from crossdock.workers.schedule.forecast import Forecast
+from crossdock.workers.schedule.policies.order import STARVING, Turn, before, order_prefills, turn
+from crossdock.workers.schedule.request.request import FinishReason, Request, Status
+from crossdock.workers.schedule.request.submission import Leg
 from crossdock.workers.schedule.table import RequestTable
 
 
@@ -23,18 +23,22 @@ class Handoff:
     """The events of prompts and tokens on two replicas, for the requests of one table."""
 
     table: RequestTable
+    forecast: Forecast
 
     def offer(self, request_id: str) -> None:
         """Note that the other replica has pages for a prompt and will compute it: pages may be granted for it here."""
         request = self.table.request(request_id)
         request.is_offered = request.leg is Leg.RECEIVE
+        request.due = self.forecast.second_token_due(request, self.table.now)
 
     def grant(self, now: float) -> list[Request]:
         """Reserve pages for requests that another replica has offered, in prompt order, as far as there are any.
 
-        A request that lacks pages keeps back less urgent ones; a starving request keeps back all others. This holds
-        for offered requests and for requests that wait to be computed here. Returns the requests that got pages. The
-        first `num_computed_tokens` of each are cached here and need no transfer.
+        A request that lacks pages keeps back less urgent ones; a starving request keeps back all others. An offered
+        request also keeps back requests of its own turn that would be computed here: the other replica holds pages of
+        its prompt, and its client gets the first token when there are pages here. Other offered requests of its turn
+        pass it. Returns the requests that got pages. The first `num_computed_tokens` of each are cached
+        here and need no transfer.
         """
         table = self.table
         table.begin_step(now)
@@ -47,23 +51,27 @@ class Handoff:
         waiting = [request for request in here if request.is_offered or request.leg is not Leg.RECEIVE]
         table.note_tenants(table.prefills())
         startable: Turn = (len(table.config.slo_classes), 0.0, 0)
-        set_aside, starvation_s = 0, table.config.starvation_s
+        startable_here = startable
+        set_aside = 0
+        starvation_s = table.config.starvation_s
         for request in order_prefills(waiting, now, table.prefilled.tokens, starvation_s, table.tenants):
-            if (own := turn(request, table.tenants)) > startable:
+            own = turn(request, table.tenants)
+            if own > (startable if request.is_offered else startable_here):
                 table.kept_back.add(request.id)
                 continue
-            if not has_place(table, request):
+            if not has_slot(table, request):
                 continue
             hit = kv.match_prefix(table, request)
             if not request.is_offered:  # computed here: the next step starts it if there are pages
                 needed = table.needs.num_to_start(request.num_tokens, hit)
-                if table.pages.stock.can_allocate(needed + set_aside, shared=hit.pages):
+                if table.pages.block_pool.can_allocate(needed + set_aside, shared=hit.pages):
                     set_aside += needed
                     continue
             elif kv.admit(table, request, hit, set_aside):
                 granted.append(request)
                 continue
             startable = STARVING if table.is_starving(request) else min(startable, own)
+            startable_here = min(startable_here, startable, before(own) if request.is_offered else own)
         if not granted:
             _end_circular_wait(table)
         return granted
@@ -77,24 +85,27 @@ class Handoff:
 
         Its first step reads the state, where layers are recurrent, in `pages.states.newest(owner)`.
         """
-        table, request = self.table, self.table.request(request_id)
+        table = self.table
+        request = self.table.request(request_id)
         assert request.status is Status.HELD
         _commit(table, request, request.num_tokens)
         request.token_ids.append(token_id)
-        request.due = next_due(request.due, now, table.tpot_s(request))
+        request.due = now + table.tpot_s(request)
         table.resume(request)
 
     def take_over(self, request_id: str, now: float) -> None:
         """Compute the prompt of a request here, because the other replica is lost.
 
         Arrived pages are found again by their hashes, as far as every group of layers can continue from them. The state
-        of recurrent layers comes last: without it, all tokens after the last checkpoint here are computed again. Pages
+        of recurrent layers comes last: without it, all tokens after the last snapshot here are computed again. Pages
         that the other replica may still write to are quarantined until `pages.end_quarantine(owner)`.
         """
-        table, request = self.table, self.table.request(request_id)
+        table = self.table
+        request = self.table.request(request_id)
         assert request.leg is Leg.RECEIVE
         table.forget_offer(request)
         request.leg = Leg.LOCAL
+        request.due = 0.0
         if request.status is Status.HELD:
             table.recall(request, now)
             if table.pages.state_pages or table.pages.has_windows:
@@ -117,5 +128,6 @@ def _end_circular_wait(table: RequestTable) -> None:
 
 
 def _commit(table: RequestTable, request: Request, num_tokens: int) -> None:
-    start, request.num_computed_tokens = request.num_computed_tokens, num_tokens
+    start = request.num_computed_tokens
+    request.num_computed_tokens = num_tokens
     kv.index_full_pages(table, request, start)

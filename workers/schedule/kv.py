@@ -5,10 +5,13 @@ Transfers make way for more urgent requests too: the router places these request
 
 from collections.abc import Sequence
 
-from crossdock.workers.schedule.memory.prefix_index import PageHash, PrefixHit
-from crossdock.workers.schedule.order import first_victim
-from crossdock.workers.schedule.request import Request, Status
-from crossdock.workers.schedule.submission import Leg
+from crossdock.workers.schedule.memory.pages import PagePool
+from crossdock.workers.schedule.memory.prefix_index import PrefixHit
+from crossdock.workers.schedule.policies.order import first_victim
+from crossdock.workers.schedule.request.arriving_tail import ArrivingTail
+from crossdock.workers.schedule.request.page_hashes import PageHash
+from crossdock.workers.schedule.request.request import Request, Status
+from crossdock.workers.schedule.request.submission import Leg
 from crossdock.workers.schedule.table import RequestTable
 
 
@@ -39,6 +42,12 @@ def next_page(table: RequestTable, request: Request) -> PageHash | None:
     return hashes[num_cached] if num_cached < len(hashes) and may_share(table, request) else None
 
 
+def with_tail(hit: PrefixHit, tail: ArrivingTail, pages: PagePool) -> PrefixHit:
+    """Return a hit of the whole prefix, of a pool of one group: the pages of `hit`, and those that `tail` fills."""
+    filled = pages.pages_of(tail.owner)[hit.num_pages : tail.num_pages]
+    return PrefixHit(max(tail.num_pages, hit.num_pages), ([*hit.by_group[0], *filled],))
+
+
 def admit(table: RequestTable, request: Request, hit: PrefixHit, set_aside: int = 0) -> bool:
     """Reserve pages for all tokens of a waiting request and start it; False if there are too few pages.
 
@@ -47,8 +56,9 @@ def admit(table: RequestTable, request: Request, hit: PrefixHit, set_aside: int 
     Room is left for the outputs of all requests, so that none is preempted soon. `hit`: the result of `match_prefix`.
     `set_aside`: pages that requests before this one are about to take.
     """
-    pages, num_cached = table.pages, hit.num_pages
-    hit = request.tail.with_tail(hit, pages) if request.tail is not None else hit
+    pages = table.pages
+    num_cached = hit.num_pages
+    hit = with_tail(hit, request.tail, pages) if request.tail is not None else hit
     hits = hit.pages
     is_arriving = request.leg is Leg.RECEIVE
     new = (table.needs.to_receive if is_arriving else table.needs.to_start)(request.num_tokens, hit)
@@ -56,7 +66,7 @@ def admit(table: RequestTable, request: Request, hit: PrefixHit, set_aside: int 
     if table.running or table.held:  # a request that is alone can have the whole pool
         room += table.num_growth_pages(request)
     needed = sum(new) + pages.state_pages + set_aside + room
-    if not pages.stock.can_allocate(needed, shared=hits) and not _make_way(table, request, needed, hits):
+    if not pages.block_pool.can_allocate(needed, shared=hits) and not _make_way(table, request, needed, hits):
         table.lacks_pages = True
         return False
     pages.share(request.owner, hit)
@@ -90,7 +100,7 @@ def reach(table: RequestTable, request: Request, num_tokens: int) -> bool:
     while num_tokens > pages.num_tokens_held(request.owner):
         held = [len(pages.pages_of(request.owner, group)) * pages.page_size for group in range(pages.num_groups)]
         short = [group for group, most in enumerate(held) if num_tokens > most]
-        if pages.stock.num_available >= len(short):
+        if pages.block_pool.num_available >= len(short):
             for group in short:
                 pages.allocate(request.owner, 1, group)
             break
@@ -120,8 +130,9 @@ def index_full_pages(table: RequestTable, request: Request, start: int) -> None:
 
 
 def keep_state(table: RequestTable, request: Request) -> None:
-    """Keep the state of a request that is about to release it, as a checkpoint, if the state ends with a full page."""
-    pages, end = table.pages, request.num_computed_tokens
+    """Keep the state of a request that is about to release it, as a snapshot, if the state ends with a full page."""
+    pages = table.pages
+    end = request.num_computed_tokens
     if pages.enable_prefix_caching and end and end % pages.page_size == 0 and not request.num_in_flight_tokens:
         pages.states.keep(request.owner, request.prefix_hashes(end, pages.page_size))
 
@@ -149,10 +160,10 @@ def _make_way(table: RequestTable, request: Request, needed: int, hits: Sequence
     pages = table.pages
     freed = pages.num_freed_by([victim.owner for victim in victims], besides=hits)
     freed += sum(map(table.num_growth_pages, victims))
-    if not pages.stock.can_allocate(needed - freed, shared=hits):
+    if not pages.block_pool.can_allocate(needed - freed, shared=hits):
         return_transfers(table, request, needed - freed, hits)
         return False
-    while not pages.stock.can_allocate(needed, shared=hits):
+    while not pages.block_pool.can_allocate(needed, shared=hits):
         victim = first_victim(victims, table.tenants)
         victims.remove(victim)
         needed -= table.num_growth_pages(victim)
@@ -162,10 +173,11 @@ def _make_way(table: RequestTable, request: Request, needed: int, hits: Sequence
 
 def return_transfers(table: RequestTable, request: Request, needed: int, hits: Sequence[int]) -> None:
     """Return less urgent requests with transfers to the router if `needed` pages will be available then; else none."""
-    pages, chosen = table.pages, list[Request]()
+    pages = table.pages
+    chosen = list[Request]()
     transfers = _returnable(table, request.priority)
     coming = table.num_returning_pages()
-    while not pages.stock.can_allocate(needed - coming, shared=hits):
+    while not pages.block_pool.can_allocate(needed - coming, shared=hits):
         if not transfers:
             return
         victim = first_victim(transfers, table.tenants)

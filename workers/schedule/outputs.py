@@ -2,8 +2,9 @@
 
 from collections.abc import Collection
 
-from crossdock.workers.schedule.batch import SampledToken
-from crossdock.workers.schedule.request import FinishReason, Request, TokenDelta
+from crossdock.workers.schedule.request.batch import SampledToken
+from crossdock.workers.schedule.request.failures import NOT_FINITE
+from crossdock.workers.schedule.request.request import FinishReason, Request, TokenDelta
 from crossdock.workers.schedule.table import RequestTable
 
 
@@ -14,21 +15,30 @@ def append_sampled(
 
     Returns the delta, and why the request has to end now; None: the request goes on.
     """
-    delta, reason = new_delta(request), None
+    delta = new_delta(request)
+    reason = None
     for token in (*sampled.accepted, sampled) if sampled.accepted else (sampled,):
+        if token.is_not_finite:
+            delta.error = NOT_FINITE
+            delta.is_not_finite = True
+            reason = FinishReason.ERROR
+            break
         token_id = token.token_id
         request.token_ids.append(token_id)
         delta.token_ids.append(token_id)
         if token.logprobs is not None:
             delta.logprobs = [*(delta.logprobs or ()), token.logprobs]
         if (token_id in eos_token_ids or token_id in request.stop_token_ids) and _is_stop(request, token_id):
-            delta.stop_token_id, reason = token_id, FinishReason.STOP
+            delta.stop_token_id = token_id
+            reason = FinishReason.STOP
         elif token.ends:
             reason = FinishReason.STOP
         elif table.is_full(request):
             reason = FinishReason.LENGTH
         if token.error is not None:
-            delta.error, reason = token.error, FinishReason.ERROR
+            delta.error = token.error
+            delta.error_field = "grammar"
+            reason = FinishReason.ERROR
         if reason is not None:
             break
     return delta, reason

@@ -5,27 +5,30 @@ from dataclasses import dataclass
 from math import inf
 
 from crossdock.workers.schedule import kv, windows
-from crossdock.workers.schedule.admission import Startable, has_place, is_long, may_be_partial, num_places
-from crossdock.workers.schedule.batch import Scheduled
-from crossdock.workers.schedule.cost.cost import StepWork
-from crossdock.workers.schedule.order import order_prefills, prefill_reason
-from crossdock.workers.schedule.pacing import meeting
-from crossdock.workers.schedule.pacing.chunk_policies import meaning_of
-from crossdock.workers.schedule.pacing.chunking import (
+from crossdock.workers.schedule.admission import Startable, has_slot, is_long, may_be_partial, num_slots
+from crossdock.workers.schedule.cost.cost import StepCost, StepWork
+from crossdock.workers.schedule.first_token import queue_seconds
+from crossdock.workers.schedule.forecast import Forecast
+from crossdock.workers.schedule.pictures.encoding import PromptChunk, chunk_with_items
+from crossdock.workers.schedule.policies.chunk_policies import meaning_of
+from crossdock.workers.schedule.policies.chunking import (
     LEAST_SHARE,
     Candidate,
     ChunkBudget,
     adaptive_chunk_budget,
+    balanced_seconds,
     fixed_chunk_budget,
     floor_beside,
+    idle_step,
     longest_step,
 )
-from crossdock.workers.schedule.pacing.forecast import Forecast
-from crossdock.workers.schedule.pacing.item_chunks import PromptChunk, chunk_with_items
-from crossdock.workers.schedule.pacing.pace import LENT_KNEE, lent_due, longest_gap
+from crossdock.workers.schedule.policies.order import order_prefills, prefill_reason
+from crossdock.workers.schedule.policies.pace import LENT_KNEE, lent_due, longest_gap
+from crossdock.workers.schedule.prefixes import split_point
 from crossdock.workers.schedule.recurrent.states import NO_STATES, NoStates, RecurrentStates
-from crossdock.workers.schedule.request import Request, Status, adapter_work
-from crossdock.workers.schedule.submission import Leg
+from crossdock.workers.schedule.request.batch import Scheduled
+from crossdock.workers.schedule.request.request import Request, Status, adapter_work
+from crossdock.workers.schedule.request.submission import Leg
 from crossdock.workers.schedule.table import RequestTable
 
 NEAR_DEADLINE = 0.8
@@ -46,7 +49,8 @@ class PrefillScheduler:
 
         `running`: those that have run at the begin of the step, with or without the streams among them.
         """
-        table, prefills = self.table, self.table.prefills(running)
+        table = self.table
+        prefills = self.table.prefills(running)
         if table.config.prefill_order == "response_ratio":
             table.note_tenants(prefills)
             starvation_s = table.config.starvation_s
@@ -62,30 +66,37 @@ class PrefillScheduler:
         left out of the step.
         """
         config = self.table.config
-        budget = self._budget(decodes, skipped, prefills[0])
+        budget = self._budget(decodes, skipped, prefills)
         if config.prefill_order == "response_ratio" and config.enable_chunked_prefill:
-            own = (request for request in prefills if request.payer == prefills[0].payer)  # the tenant that is in turn
+            in_turn = prefills[0].tenant
+            own = (request for request in prefills if request.tenant == in_turn)
             short = sum(request.num_uncached_tokens for request in own if not is_long(self.table, request))
             budget.reserve_lane(config.short_lane_share, short)
         chunks = self._fill(budget, prefills)
-        if budget.lane_tokens:  # short prompts did not need the whole lane, or lacked pages or places
+        if budget.lane_tokens:  # short prompts did not need the whole lane, or lacked pages or slots
             budget.release_lane()
             served = {part.request.id for part in chunks}
             chunks += self._fill(budget, [request for request in prefills if request.id not in served])
         return chunks, budget.reason
 
-    def _budget(self, decodes: Sequence[Scheduled], skipped: Collection[str], first: Request) -> ChunkBudget:
-        """Return the budget for the chunks beside `decodes`. `first`: the request whose chunk comes first."""
-        table, config, cost = self.table, self.table.config, self.forecast.cost
+    def _budget(
+        self, decodes: Sequence[Scheduled], skipped: Collection[str], prefills: Sequence[Request]
+    ) -> ChunkBudget:
+        """Return the budget for the chunks of `prefills`, in their order, beside `decodes`."""
+        table = self.table
+        first = prefills[0]
+        config = self.table.config
+        cost = self.forecast.cost
         if cost is None or not meaning_of(config.chunk_policy).fits_streams or not config.enable_chunked_prefill:
             budget = fixed_chunk_budget(config.max_num_batched_tokens, len(decodes), config.enable_chunked_prefill)
         else:
             streams = [each for each in table.running if each.is_decoding and each.id not in skipped]
             arriving = [self.forecast.second_token_due(each, table.now) for each in table.arriving()]
-            contexts, overrun = [part.start for part in decodes], self.forecast.overrun_when_full
+            contexts = [part.start for part in decodes]
+            overrun = self.forecast.overrun_when_full
             tpots = {table.tpot_s(each) for each in streams}
             most_urgent = min([stream.priority for stream in streams], default=len(config.slo_classes))
-            slack = min([stream.due for stream in streams] + arriving, default=inf) - table.now
+            slack = min([_due_behind(table, stream) for stream in streams] + arriving, default=inf) - table.now
             if tpots:
                 slack = min(slack, longest_gap(min(tpots), is_urgent=first.priority <= most_urgent))
             adapters = adapter_work([part.request for part in decodes])
@@ -95,7 +106,7 @@ class PrefillScheduler:
                 floor_beside(cost, work, list(tpots), overrun, config.chunk_floor),
                 contexts,
                 slack,
-                config.idle_step_share * table.tightest_ttft_s(),
+                self._longest(first, cost.seconds(work)) if streams else self._idle_step(prefills, cost),
                 cost,
                 most_urgent,
                 overrun,
@@ -110,8 +121,18 @@ class PrefillScheduler:
                 again = part.num_tokens - 1, part.request.adapter_weights
                 budget.work = budget.work.plus_drafts(part.start, *again)
         if config.max_prefill_tokens and config.max_prefill_tokens < budget.tokens:
-            budget.tokens, budget.reason = config.max_prefill_tokens, "max_prefill_tokens"
+            budget.tokens = config.max_prefill_tokens
+            budget.reason = "max_prefill_tokens"
         return budget
+
+    def _idle_step(self, prefills: Sequence[Request], cost: StepCost) -> float:
+        """Return the seconds of the longest step for chunks of `prefills` beside no stream."""
+        config = self.table.config
+        tightest = self.table.tightest_ttft_s()
+        behind = [(request.priority, request.num_uncached_tokens) for request in prefills[1:]]
+        start = prefills[0].num_tokens - prefills[0].num_uncached_tokens
+        waiting_s = queue_seconds(cost, behind, config.slo_classes, tightest)
+        return idle_step(cost, start, config.idle_step_share * tightest, waiting_s)
 
     def _is_deadline_near(self, request: Request) -> bool:
         """Return whether a prompt would miss the deadline of its first token at the pace that streams allow."""
@@ -124,21 +145,33 @@ class PrefillScheduler:
     def _lent_slack(self, stream: Request, prompt: Request) -> float:
         """Return the seconds until a stream's token is due in a step with that prompt. More urgent streams lend
         nothing, not even the lead that they keep."""
-        now, tpot = self.table.now, self.table.tpot_s(stream)
+        now = self.table.now
+        tpot = self.table.tpot_s(stream)
         if stream.priority < prompt.priority:
             return min(stream.due - now, longest_gap(tpot, is_urgent=False))
         return lent_due(stream, tpot) - now
 
     def _most_lent(self, prompt: Request, alone: float) -> float:
         """Return the most seconds of a step that streams lend to a prompt. `alone`: seconds of their decodes."""
-        idle_seconds = self.table.config.idle_step_share * self.table.tightest_ttft_s()
+        idle_seconds = self._longest(prompt, alone)
         return idle_seconds if self._is_deadline_near(prompt) else min(LENT_KNEE * alone, idle_seconds)
+
+    def _longest(self, prompt: Request, alone: float) -> float:
+        """Return the most seconds of a step with streams and a chunk of a prompt. `alone`: of its decodes."""
+        seconds = self.table.config.idle_step_share * self.table.tightest_ttft_s()
+        cost = self.forecast.cost
+        depth = self.forecast.depth
+        if cost is None or depth == 1:
+            return seconds
+        work = max(cost.chunk_seconds(0, prompt.num_tokens), alone)
+        return min(seconds, alone + balanced_seconds(cost.base, work, depth))
 
     def _lend(self, budget: ChunkBudget, prompt: Request, slack: float, most: float) -> None:
         """Let the chunk of one prompt fill the `slack` that streams lend, in a step of at most `most` seconds."""
         seconds = min(longest_step(slack, self.forecast.overrun_when_full), most)
         if seconds > budget.seconds:
-            budget.lent_to, budget.lent_seconds = prompt.id, seconds
+            budget.lent_to = prompt.id
+            budget.lent_seconds = seconds
             budget.reason = f"slack of {slack * 1e3:.0f} ms is lent"
 
     def _fill(self, budget: ChunkBudget, prefills: Sequence[Request]) -> list[Scheduled]:
@@ -146,22 +179,22 @@ class PrefillScheduler:
         chunks: list[Scheduled] = []
         charges: list[tuple[Request, float]] = []
         startable = Startable(self.table)
-        without_place = set[tuple[int, str]]()  # tenants that must leave the last places of a class to others
+        without_slot = set[tuple[int, str]]()  # tenants that must leave the last slots of a class to others
         for request in prefills:
             if budget.is_spent:
                 break
             if request.status is Status.WAITING:
                 if not startable.may_start(request):
                     continue
-                if (request.priority, request.payer) in without_place:
+                if (request.priority, request.tenant) in without_slot:
                     continue
-                has_room = num_places(self.table, request.priority) > 0
-                if has_room and not has_place(self.table, request):
-                    without_place.add((request.priority, request.payer))
+                has_room = num_slots(self.table, request.priority) > 0
+                if has_room and not has_slot(self.table, request):
+                    without_slot.add((request.priority, request.tenant))
                     continue
                 started = has_room and self._start(request, budget)
                 if not started:
-                    startable.stays(request, "place" if not has_room else "pages" if started is None else "chunk")
+                    startable.stays(request, "slot" if not has_room else "pages" if started is None else "chunk")
                     continue
             start = request.num_scheduled_tokens
             prompt = self._prompt(request, start)
@@ -169,7 +202,7 @@ class PrefillScheduler:
             if self.table.pages.has_windows:
                 num_tokens = windows.chunk_within(self.table, request, start, num_tokens, max(prompt.least, 1))
             num_tokens = self.states.chunk_within(request, start, num_tokens)
-            num_tokens = meeting.chunk_within(self.table, self.forecast, request, start, num_tokens)
+            num_tokens = split_point.chunk_within(self.table, self.forecast, request, start, num_tokens)
             if request.items:
                 num_tokens = encoding.outside_items(request, start, num_tokens, self.table.pages.page_size)
             budget.reason = limit or budget.reason
@@ -185,7 +218,7 @@ class PrefillScheduler:
         return chunks
 
     def _start(self, request: Request, budget: ChunkBudget) -> bool | None:
-        """Start a waiting request that has a place, if a chunk would fit now. None: only pages are missing."""
+        """Start a waiting request that has a slot, if a chunk would fit now. None: only pages are missing."""
         table = self.table
         hit = kv.match_prefix(table, request)
         request.expected_cached_tokens = start = hit.num_pages * table.pages.page_size
@@ -207,12 +240,14 @@ class PrefillScheduler:
 
     def _prompt(self, request: Request, start: int) -> Candidate:
         priority = -1 if self.table.is_starving(request) else request.priority
-        factor, is_outside_lane = self.forecast.factor(request), self._is_outside_lane(request)
+        factor = self.forecast.factor(request)
+        is_outside_lane = self._is_outside_lane(request)
         least = 0
         if request.items:
             least = self.forecast.encoding.least_tokens(request, start, self.table.pages.page_size)
         place = (start, request.num_tokens, priority, is_outside_lane, factor, request.id)
-        may_split, adapter = self._may_split_page(request), request.adapter_weights
+        may_split = self._may_split_page(request)
+        adapter = request.adapter_weights
         return Candidate(*place, least=least, may_split_page=may_split, adapter_weights=adapter)
 
     def _may_split_page(self, request: Request) -> bool:
@@ -231,7 +266,8 @@ class PrefillScheduler:
 
     def _part(self, request: Request, start: int, num_tokens: int) -> Scheduled:
         samples = start + num_tokens == request.num_tokens and request.sampling.max_tokens > 0
-        pages, further = self.table.pages.pages_of(request.owner), self.table.pages.further_pages_of(request.owner)
+        pages = self.table.pages.pages_of(request.owner)
+        further = self.table.pages.further_pages_of(request.owner)
         return Scheduled(request, start, num_tokens, pages, samples, self._reason(request), further)
 
     def _reason(self, request: Request) -> str:
@@ -252,3 +288,11 @@ class PrefillScheduler:
         seconds = self.forecast.interval_share * (seconds + encoder_seconds)
         totals.seconds += seconds
         return seconds
+
+
+def _due_behind(table: RequestTable, stream: Request) -> float:
+    """Return when the first token of a stream that a step can delay is due.
+
+    In a pipeline this is the token after the one in flight, whose step has begun before.
+    """
+    return stream.due + (table.tpot_s(stream) if stream.num_in_flight_tokens else 0.0)

@@ -2,10 +2,10 @@
 
 There is no prefill phase: every request has tokens that are not computed yet, and each step computes some of them.
 
-The scheduler's plain path, for text alone, in reading order: request.py, batch.py, table.py, order.py, admission.py,
-kv.py, prefills.py, pacing/chunking.py, pacing/pace.py, outputs.py, and this file. A request is made from a submission,
-submission.py. Other rooms add to the path: drafts/, recurrent/, pictures/, windows.py, handoff.py (two replicas),
-ahead.py and stretch.py (several steps).
+The scheduler's plain path, for text alone, in reading order: request/request.py, request/batch.py, table.py,
+policies/order.py, admission.py, kv.py, prefills.py, policies/chunking.py, policies/pace.py, outputs.py, and this file.
+A request is made from a submission, request/submission.py. Other rooms add to the path: drafts/, recurrent/, pictures/,
+windows.py, handoff.py (two replicas), ahead.py and fast_forward.py (several steps).
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -14,37 +14,37 @@ from typing import NamedTuple
 
 from crossdock.workers.schedule import admission, kv, windows
 from crossdock.workers.schedule.adapter_slots import AdapterSlots, SlotChange
-from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy
 from crossdock.workers.schedule.drafts.verify import Verification, longest_verified
+from crossdock.workers.schedule.forecast import Forecast
 from crossdock.workers.schedule.handoff import Handoff
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.outputs import append_sampled, new_delta
-from crossdock.workers.schedule.pacing.chunk_policies import meaning_of
-from crossdock.workers.schedule.pacing.forecast import Forecast
-from crossdock.workers.schedule.pacing.meeting import meet
-from crossdock.workers.schedule.pacing.pace import next_due, skip_decodes
-from crossdock.workers.schedule.pictures.encoding import NO_ENCODER_WORK, Encoding
+from crossdock.workers.schedule.pictures.encoding import Encoding
+from crossdock.workers.schedule.policies.chunk_policies import meaning_of
+from crossdock.workers.schedule.policies.pace import next_due, skip_decodes
 from crossdock.workers.schedule.prefills import PrefillScheduler
 from crossdock.workers.schedule.prefixes.awaited import Awaited
 from crossdock.workers.schedule.prefixes.borrowed import BorrowedPrefixes
 from crossdock.workers.schedule.prefixes.loading import TierLoading
+from crossdock.workers.schedule.prefixes.split_point import meet
 from crossdock.workers.schedule.prefixes.tier_pages import TierPages
 from crossdock.workers.schedule.recurrent.states import NO_STATES, RecurrentStates
-from crossdock.workers.schedule.request import FinishReason, Request, Status, TokenDelta
-from crossdock.workers.schedule.slo import priority_of
-from crossdock.workers.schedule.submission import InvalidField, Leg
+from crossdock.workers.schedule.request.batch import NO_ENCODER_WORK, Batch, SampledToken, Scheduled
+from crossdock.workers.schedule.request.request import FinishReason, Request, Status, TokenDelta
+from crossdock.workers.schedule.request.slo import priority_of
+from crossdock.workers.schedule.request.submission import InvalidField, Leg
+from crossdock.workers.schedule.request.weight_version import WeightVersion
 from crossdock.workers.schedule.table import RequestTable
-from crossdock.workers.schedule.weight_version import WeightVersion
 
 
 class Streams(NamedTuple):
     """Which streams a step may decode, chosen before any of them has a page for its newest token."""
 
     chosen: Sequence[Request]
-    prefilling: Sequence[Request] = ()  # those that run and are no streams yet
+    prefilling: Sequence[Request] = ()  # requests that run and are no streams yet
     skipped: Collection[str] = ()  # ids of those left out for more urgent ones
     wanted_drafts: Mapping[str, int] = {}  # how many drafts each may profit from; 0 is left out
 
@@ -117,7 +117,7 @@ class Scheduler:
             num_drafts = longest_verified(drafting.config, bool(pages.state_pages))
             table = self.table = RequestTable(config, pages, max_model_len, num_drafts, drafting.forget)
         self.forecast = Forecast(table, cost, overrun, depth, interval_share, encoding)
-        self.handoff = Handoff(table)
+        self.handoff = Handoff(table, self.forecast)
         self.awaited = Awaited(table)
         self.loading = TierLoading(table, self.forecast, self.awaited, tiers or TierPages())
         self.adapters = AdapterSlots(table, max_loras)
@@ -126,9 +126,9 @@ class Scheduler:
         self._prefills = PrefillScheduler(table, self.forecast, self._states)
         self.verification = Verification(table, self.forecast, drafting, self._states) if drafting is not None else None
         if cost is not None:
-            pages.stock.price.learn(cost, self.loading.tiers.page_s)
+            pages.block_pool.price.learn(cost, self.loading.tiers.page_s)
         self._computed_chunks = False  # in the last step; used without mixed_chunks
-        self.weights = WeightVersion()  # that steps compute with
+        self.weights = WeightVersion()  # the weights that steps compute with
         self.is_paused = False  # no step begins; requests keep their tokens and pages
 
     # -- requests ----------------------------------------------------------------------------------------------------
@@ -174,13 +174,20 @@ class Scheduler:
         request = self.table.get(request_id)
         if request is not None:
             self.table.end(request, FinishReason.ABORT)
+            self.loading.take_back()
         return request
 
-    def fail(self, request: Request, error: str) -> TokenDelta:
-        """End a request with an error, and free its pages once no step uses them. Returns its last delta."""
+    def fail(self, request: Request, error: str, field: str = "") -> TokenDelta:
+        """End a request with an error, and free its pages once no step uses them. Returns its last delta.
+
+        `field`: the field of the request that is at fault; empty: the request is not.
+        """
         delta = new_delta(request)
-        delta.finish_reason, delta.error = FinishReason.ERROR, error
+        delta.finish_reason = FinishReason.ERROR
+        delta.error = error
+        delta.error_field = field
         self.table.end(request, FinishReason.ERROR)
+        self.loading.take_back()
         return delta
 
     def pause(self, *, is_paused: bool) -> None:
@@ -190,7 +197,7 @@ class Scheduler:
     def change_weights(self, weights: WeightVersion) -> None:
         """Note that the next step computes with other weights. Cached pages go: no request will look for them."""
         self.weights = weights
-        self.pages.stock.clear_cache()
+        self.pages.block_pool.clear_cache()
 
     def drop_steps_in_flight(self) -> None:
         """Forget the steps in flight, which will have no update: every request is where it was before them.
@@ -199,13 +206,14 @@ class Scheduler:
         router instead, see `RequestTable.take_returned`.
         """
         self.table.drop_flights()
+        self.loading.take_back()
         self.encoding.clear()
 
     def learn(self, cost: StepCost, overrun: float, interval_share: float = 1.0) -> None:
         """Predict with a new cost from now on. `overrun`: factor by which some steps exceed their predicted seconds.
         `interval_share`: interval of the steps of a full pipeline, as a share of these seconds."""
         self.forecast.learn(cost, overrun, interval_share)
-        self.pages.stock.price.learn(cost, self.loading.tiers.page_s)
+        self.pages.block_pool.price.learn(cost, self.loading.tiers.page_s)
 
     def adapters_to_load(self, now: float) -> list[SlotChange]:
         """Return the adapters to load from now on, for the requests that are next to start.
@@ -264,7 +272,9 @@ class Scheduler:
         return batch
 
     def _choose_streams(self) -> Streams:
-        streams, prefilling, skipped = list[Request](), list[Request](), set[str]()
+        streams = list[Request]()
+        prefilling = list[Request]()
+        skipped = set[str]()
         for request in self.table.running:
             (streams if request.is_decoding else prefilling).append(request)
         if (depth := self.forecast.depth) > 1:
@@ -279,8 +289,11 @@ class Scheduler:
 
     def _grow(self, streams: Sequence[Request]) -> list[Scheduled]:
         """Return the decodes of the streams that have a page for their newest token, or get one now."""
-        pages, size, num_preemptions = self.pages, self.pages.page_size, self.table.num_preemptions
-        has_groups, decodes = pages.num_groups > 1, list[Scheduled]()
+        pages = self.pages
+        size = self.pages.page_size
+        num_preemptions = self.table.num_preemptions
+        has_groups = pages.num_groups > 1
+        decodes = list[Scheduled]()
         for stream in streams:  # short: this runs for every token of every stream
             held = pages.pages_of(owner := stream.owner)
             if (has_groups or len(stream.token_ids) > len(held) * size) and not kv.grow(self.table, stream):
@@ -296,7 +309,9 @@ class Scheduler:
         if not prefills:
             return Batch(decodes, len(decodes), "", len(skipped))
         chunks, limit = self._prefills.schedule(decodes, skipped, prefills)
-        decodes, chunks = _running(decodes), _running(chunks)  # a request that started may have preempted others
+        # A request that started may have preempted others.
+        decodes = _running(decodes)
+        chunks = _running(chunks)
         return Batch([*decodes, *chunks], len(decodes), limit if chunks else "", len(skipped))
 
     def _alternate(self, decodes: list[Scheduled], skipped: Collection[str], prefills: Sequence[Request]) -> Batch:
@@ -314,11 +329,16 @@ class Scheduler:
         `sampled` has an entry for each part that `samples`. A part that began with a wrong assumption has no entry, and
         is computed again.
         """
-        deltas, size, table = [], self.pages.page_size, self.table
+        deltas = []
+        size = self.pages.page_size
+        table = self.table
         tpots = [slo.tpot_s for slo in self.config.slo_classes]
-        running, send = Status.RUNNING, Leg.SEND  # once: Python 3.11 takes 0.2 µs to look up a member of an enum
-        self.pages.stock.cached.pass_time(now)
-        has_states, has_windows = bool(self.pages.state_pages), self.pages.has_windows
+        # Once: Python 3.11 takes 0.2 µs to look up a member of an enum.
+        running = Status.RUNNING
+        send = Leg.SEND
+        self.pages.block_pool.cached.pass_time(now)
+        has_states = bool(self.pages.state_pages)
+        has_windows = self.pages.has_windows
         for part in batch.scheduled:
             request = part.request
             request.num_in_flight_tokens -= part.num_tokens
@@ -326,7 +346,8 @@ class Scheduler:
                 table.release_after_flight(request)
                 continue
             end = part.start + part.num_tokens
-            delta, reason = None, None
+            delta = None
+            reason = None
             if part.samples:
                 if (token := sampled.get(request.id)) is None:
                     self._states.undo(part)
@@ -335,7 +356,8 @@ class Scheduler:
                 if part.drafts:
                     end = request.num_tokens - 1  # rejected drafts do not count, nor do tokens after the last one
             elif end == request.num_tokens:  # max_tokens is 0: only the prompt was asked for
-                delta, reason = new_delta(request), FinishReason.LENGTH
+                delta = new_delta(request)
+                reason = FinishReason.LENGTH
             if has_states:
                 end = self._states.end(part, end)
             request.num_computed_tokens = end
@@ -356,11 +378,13 @@ class Scheduler:
             if request.paced_from is None:
                 request.paced_from = now - tpot * request.num_output_tokens
             if reason is not None:
-                delta.finish_reason, delta.charged_s = reason, request.charged_s
+                delta.finish_reason = reason
+                delta.charged_s = request.charged_s
                 self._states.keep_last(request)
                 table.end(request, reason)
             elif request.leg is send:
                 table.hold(request)
+        self.loading.take_back()
         return deltas
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.pages import PagePool
-from crossdock.workers.schedule.order import is_starving
-from crossdock.workers.schedule.pacing.tenants import Tenants
-from crossdock.workers.schedule.request import FinishReason, Request, Status
-from crossdock.workers.schedule.submission import Leg
+from crossdock.workers.schedule.policies.order import is_starving
+from crossdock.workers.schedule.policies.tenants import Tenants
+from crossdock.workers.schedule.request.request import FinishReason, Request, Status
+from crossdock.workers.schedule.request.submission import Leg
 
 CLASS_MEMORY_S = 60.0
 """Seconds since its last request for which a class counts as in use: the pause of a person who reads an answer."""
@@ -47,11 +47,12 @@ class RequestTable:
     tenants: Tenants = field(init=False)
     num_preemptions: int = 0
     returned: list[Request] = field(default_factory=list)  # since `take_returned`
-    awaited: dict[str, Request] = field(default_factory=dict)  # those whose prefixes arrive, by owner of the pages
+    awaited: dict[str, Request] = field(default_factory=dict)  # requests whose prefixes arrive, by owner of the pages
+    left_behind: set[str] = field(default_factory=set)  # owners of pages that a tier may still fill, perhaps for ever
     kept_back: set[str] = field(default_factory=set)  # waiting requests behind an offered one that lacks pages
     arrived: dict[int, float] = field(default_factory=dict)  # when the last request of a class did, by priority
     mean_output: float = 0.0  # tokens of an output, averaged over recent ones
-    num_outputs: int = 0  # that have ended
+    num_outputs: int = 0  # outputs that have ended
     now: float = 0.0  # time of the step that is being scheduled, in seconds
     assumed_ended: Collection[str] = ()  # requests of a step in flight that is assumed to have ended, see ahead.py
     needs_preemption: bool = False  # the last `schedule` did, which cannot be while a step is assumed to end
@@ -64,7 +65,8 @@ class RequestTable:
     _ended_in_flight: list[Request] = field(default_factory=list)  # a step in flight still uses their pages
 
     def __post_init__(self) -> None:
-        pages, chunk = self.pages, self.config.max_num_batched_tokens
+        pages = self.pages
+        chunk = self.config.max_num_batched_tokens
         self.tenants = Tenants(self.config.prefill_order != "fcfs")
         self.needs = PageNeeds(pages.page_size, pages.windows, chunk, pages.state_pages, self.num_drafts)
 
@@ -148,7 +150,8 @@ class RequestTable:
         if request.leg is Leg.SEND:
             return 0
         num_left = self.num_expected(request)
-        now, later = self.needs.pages(request.num_tokens), self.needs.pages(request.num_tokens + num_left)
+        now = self.needs.pages(request.num_tokens)
+        later = self.needs.pages(request.num_tokens + num_left)
         if not self.pages.has_windows:
             return self.pages.num_groups * max(later - max(len(self.pages.pages_of(request.owner)), now), 0)
         return sum(
@@ -174,7 +177,8 @@ class RequestTable:
     def num_returning_pages(self) -> int:
         """Return how many pages come back without a further preemption, once no transfer or tier uses them."""
         self._read = self._still_read()
-        return self.pages.num_quarantined + self.pages.num_freed_by([*self._read, *self.awaited])
+        quarantined = self.pages.num_quarantined - self.pages.num_quarantined_of(self.left_behind)
+        return quarantined + self.pages.num_freed_by([*self._read, *self.awaited])
 
     def _still_read(self) -> list[str]:
         return [owner for owner in self._read if self.pages.pages_of(owner)]
@@ -183,8 +187,9 @@ class RequestTable:
 
     def begin_step(self, now: float) -> None:
         """Note the time of the step that is being scheduled. Outputs have grown since the last one."""
-        self.now, self._room = now, None
-        self.pages.stock.cached.pass_time(now)
+        self.now = now
+        self._room = None
+        self.pages.block_pool.cached.pass_time(now)
 
     def note_tenants(self, prefills: Sequence[Request]) -> None:
         """Note whose prompts wait, before they are put in order. `prefills`: as `prefills` returns them."""
@@ -194,7 +199,7 @@ class RequestTable:
 
     def add(self, request: Request) -> None:
         """Put a new request at the end of the queue."""
-        self.tenants.in_use |= bool(request.payer)
+        self.tenants.in_use |= bool(request.tenant)
         self._by_id[request.id] = request
         self.waiting.append(request)
         self.arrived[request.priority] = request.arrival_time
@@ -228,7 +233,8 @@ class RequestTable:
         self._room = None
         self.held.remove(request)
         self.forget_offer(request)
-        request.status, request.leg = Status.RUNNING, Leg.LOCAL
+        request.status = Status.RUNNING
+        request.leg = Leg.LOCAL
         self.running.append(request)
 
     def preempt(self, request: Request) -> None:
@@ -257,7 +263,8 @@ class RequestTable:
 
         The caller cancels their transfers and hands them back to the router. Only requests with a transfer are here.
         """
-        returned, self.returned = self.returned, []
+        returned = self.returned
+        self.returned = []
         return returned
 
     def recall(self, request: Request, now: float) -> None:
@@ -317,20 +324,25 @@ class RequestTable:
         state a step has written to begins again; if its pages are being sent, it ends and the router places it again.
         """
         for request in self.requests():
-            is_in_flight, request.num_in_flight_tokens = request.num_in_flight_tokens > 0, 0
+            is_in_flight = request.num_in_flight_tokens > 0
+            request.num_in_flight_tokens = 0
             if is_in_flight and self.pages.state_pages:
                 if request.leg is Leg.SEND:
                     self.give_back(request)
                 else:
                     self.preempt(request)
-        ended, self._ended_in_flight = self._ended_in_flight, []
+        ended = self._ended_in_flight
+        self._ended_in_flight = []
         for request in ended:
             request.num_in_flight_tokens = 0
             self.release_after_flight(request)
 
     def _requeue(self, request: Request, expected_cached_tokens: int, now: float) -> None:
-        request.status, request.queued_at, request.is_looked_up = Status.WAITING, now, False
-        request.tail, request.awaits_pages_until = None, 0.0
+        request.status = Status.WAITING
+        request.queued_at = now
+        request.is_looked_up = False
+        request.tail = None
+        request.awaits_pages_until = 0.0
         request.expected_cached_tokens = expected_cached_tokens
         request.num_computed_tokens = request.num_verified_tokens = 0
         self.waiting.insert(0, request)

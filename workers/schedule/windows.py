@@ -1,7 +1,7 @@
 """Pages of layers with windows: a chunk has to wait for some, and windows leave others behind."""
 
 from crossdock.workers.schedule import kv
-from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.request.request import Request
 from crossdock.workers.schedule.table import RequestTable
 
 
@@ -21,10 +21,11 @@ def chunk_within(table: RequestTable, request: Request, start: int, num_tokens: 
 
 def slide(table: RequestTable, request: Request) -> None:
     """Give back the pages that windows have passed, and reserve as many for the tokens of the prompt to come."""
-    pages, owner = table.pages, request.owner
+    pages = table.pages
+    owner = request.owner
     pages.slide(owner, request.num_computed_tokens)
     for group, most in enumerate(table.needs.most):
         if most is not None and not request.is_decoding:
             missing = table.needs.pages(request.num_tokens) - len(pages.pages_of(owner, group))
-            missing = min(missing, most - pages.num_held(owner, group), pages.stock.num_available)
+            missing = min(missing, most - pages.num_held(owner, group), pages.block_pool.num_available)
             pages.allocate(owner, max(missing, 0), group)

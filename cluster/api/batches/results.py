@@ -4,10 +4,11 @@ import asyncio
 import os
 import re
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO
 
-from crossdock.cluster.api.batches.folder import ERRORS, OUTPUT
+from crossdock.cluster.api.batches.unended import ERRORS, OUTPUT
 
 _NUMBER = re.compile(rb'\{"id":"batch_req_[0-9a-f]+_(\d+)"')  # how each record begins
 _TAIL = 1 << 16  # bytes read at once to find the end of the last whole record
@@ -23,15 +24,24 @@ class Results:
         self._files: dict[str, IO[bytes]] = {}
         self._pending: list[tuple[str, bytes, asyncio.Future[None]]] = []
         self._writing: asyncio.Task[None] | None = None
-        for name in self.counts:
-            _cut(place / name)
-            for number in _numbers(place / name):
-                self.done.add(number)
-                self.counts[name] += 1
-            self._files[name] = (place / name).open("ab")
+        self._error: Exception | None = None  # why records could not be written; no further record is taken then
+        with ExitStack() as files:
+            for name in self.counts:
+                _cut(place / name)
+                for number in _numbers(place / name):
+                    self.done.add(number)
+                    self.counts[name] += 1
+                self._files[name] = files.enter_context((place / name).open("ab"))
+            files.pop_all()  # all could be opened
 
     async def add(self, name: str, number: int, content: bytes) -> None:
-        """Append the record of a line to `OUTPUT` or `ERRORS`, and wait until the record is on the disk."""
+        """Append the record of a line to `OUTPUT` or `ERRORS`, and wait until the record is on the disk.
+
+        Raises what failed, as OSError for a full disk, for every record that waits and for every later one: what the
+        files end with is not known then. A new object reads them again.
+        """
+        if self._error is not None:
+            raise self._error
         self.done.add(number)
         written: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._pending.append((name, content, written))
@@ -42,12 +52,23 @@ class Results:
     async def _write(self) -> None:
         """Write what waits. Records that come while others are written share the next call of `fsync`."""
         while self._pending:
-            pending, self._pending = self._pending, []
-            await asyncio.to_thread(self._append, [(name, content) for name, content, _ in pending])
+            pending = self._pending
+            self._pending = []
+            try:
+                await asyncio.to_thread(self._append, [(name, content) for name, content, _ in pending])
+            except Exception as error:
+                self._error = error
+                pending += self._pending
+                self._pending = []
             for name, _, written in pending:
-                self.counts[name] += 1
-                if not written.done():  # else the line was cancelled: its record counts all the same
+                if self._error is None:
+                    self.counts[name] += 1
+                if written.done():  # the line was cancelled: its record counts all the same
+                    continue
+                if self._error is None:
                     written.set_result(None)
+                else:
+                    written.set_exception(self._error)
 
     def _append(self, records: list[tuple[str, bytes]]) -> None:
         for name, content in records:
@@ -60,13 +81,16 @@ class Results:
         """Wait until all records are on the disk. Raises OSError where they could not be written."""
         if self._writing is not None:
             await self._writing
+        if self._error is not None:
+            raise self._error
 
     async def close(self) -> None:
         """Close the files, after what is being written."""
         if self._writing is not None:
             await asyncio.wait([self._writing])
         for file in self._files.values():
-            file.close()
+            with suppress(OSError):  # of a write that has failed before: its record is made again
+                file.close()
 
 
 def _numbers(path: Path) -> Iterator[int]:

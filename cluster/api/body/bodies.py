@@ -6,12 +6,13 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 from pydantic import Field
 
 from crossdock.cluster.api import bounds
+from crossdock.cluster.api.body import constraints
 from crossdock.cluster.api.body.generation_body import ALL_LOGPROBS, GenerationBody, TokenId
 from crossdock.cluster.api.body.json_body import Body
 from crossdock.cluster.api.body.pictures import VideoReading
 from crossdock.cluster.api.body.tool_calls import ForcedCall, allowed_tools, check_functions, forced_call
 from crossdock.cluster.api.errors import ApiError, to_json, wrong
-from crossdock.workers.schedule.submission import Grammar
+from crossdock.workers.schedule.request.submission import Grammar
 
 Tools = Annotated[list[dict[str, Any]], Field(max_length=bounds.TOOLS)]
 _Template = Annotated[str, Field(max_length=bounds.TEMPLATE_CHARS)]
@@ -85,13 +86,16 @@ class ChatCompletionRequest(GenerationBody):
     parallel_tool_calls: bool = Field(True, description="false: only the first call is in the answer.")
     reasoning_effort: _Effort | None = Field(
         None,
-        description="Given to the template, with `enable_thinking`; refused where the template reads neither.",
+        description="Given to the template, with `enable_thinking`; a warning where the template reads neither.",
+    )
+    verbosity: Literal["low", "medium", "high"] | None = Field(
+        None, description="Given to the template; a warning where the template does not read it."
     )
     include_reasoning: bool = Field(True, description="false: the reasoning is left out of the answer.")
     thinking_token_budget: int | None = Field(
         None,
         ge=-1,
-        description="Tokens of reasoning, before a grammar ends it; -1: any number. Refused where no token ends it.",
+        description="Tokens of reasoning, before a grammar ends it; -1: any number. A warning where no token ends it.",
     )
     documents: _Documents = Field(
         [], description="Given to the template; refused where the template does not read them."
@@ -116,7 +120,8 @@ class ChatCompletionRequest(GenerationBody):
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Self:
         """Validate the fields of a body, and leave out the tools that `tool_choice` does not allow."""
-        body, choice = super().of(data), data.get("tool_choice")
+        body = super().of(data)
+        choice = data.get("tool_choice")
         if not isinstance(choice, dict) or choice.get("type") != "allowed_tools":
             return body
         check_functions(body.tools)
@@ -140,13 +145,22 @@ class ChatCompletionRequest(GenerationBody):
             raise ApiError("'top_logprobs' needs 'logprobs' to be true.", param="top_logprobs", code="invalid_value")
 
     @classmethod
+    def own_name(cls, field: str) -> str:
+        """Return the name that a field of the chat has in the body that the client has sent."""
+        return field
+
+    @classmethod
     def renamed(cls, error: ApiError) -> ApiError:
         """Return an error about the chat in the names of the body that the client has sent."""
         return error
 
     def fitted(self, num_left: int, *, can_bound_reasoning: bool) -> Self:
-        """Return the chat as the context serves it. `num_left`: tokens that the prompt leaves for the output."""
-        return self
+        """Return the chat as the context and the model serve it.
+
+        `num_left`: tokens that the prompt leaves for the output.
+        `can_bound_reasoning`: a grammar can end the reasoning.
+        """
+        return self if can_bound_reasoning else self.model_copy(update={"thinking_token_budget": None})
 
     def template_tools(self) -> list[dict[str, Any]] | None:
         """Return the tools that the template shows to the model. Raises ApiError for a malformed tool or choice."""
@@ -158,8 +172,18 @@ class ChatCompletionRequest(GenerationBody):
         return forced_call(self.tools, self.tool_choice)
 
     def _constraints(self) -> list[tuple[str, Grammar]]:
+        """Return the constraints. A forced call has no content, which is all that `response_format` is about."""
+        given = super()._constraints()
         call = self.forced_call()
-        return super()._constraints() + ([] if call is None else [("tools", call.grammar())])
+        if call is None:
+            return given
+        return [(param, grammar) for param, grammar in given if param != "response_format"] + [
+            ("tools", call.grammar())
+        ]
+
+    def content_format(self) -> Grammar | None:
+        """Return the grammar of the content alone, where the answer may be calls as well; None without one."""
+        return constraints.response_format(self.response_format)
 
     def param_of(self, field: str) -> str | None:
         """Do the same as for any body. A grammar that no field gives is that of the tools, or of the reasoning."""
@@ -177,6 +201,7 @@ class TokenizeRequest(Body):
     add_special_tokens: bool | None = None
     return_token_strs: bool = False
     tools: Tools = Field([])
+    documents: _Documents = Field([])
     media_io_kwargs: _MediaReading = Field({})
     add_generation_prompt: bool | None = None
     continue_final_message: bool = False

@@ -10,7 +10,7 @@ from pydantic_core import from_json
 from crossdock.cluster.api.body.other_fields import check_other_fields
 from crossdock.cluster.api.bounds import GRAMMAR_CHARS, GUIDED_CHOICES
 from crossdock.cluster.api.errors import ApiError, check_count, wrong
-from crossdock.workers.schedule.submission import Grammar
+from crossdock.workers.schedule.request.submission import Grammar
 
 STRUCTURED_OUTPUTS = ("json", "regex", "choice", "grammar", "json_object")
 _GBNF_RULE = re.compile(r"^[ \t]*[\w-]{1,100}[ \t]*::=", re.MULTILINE)

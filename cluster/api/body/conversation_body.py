@@ -46,6 +46,10 @@ class ConversationChat(ChatCompletionRequest):
     has_cache_control: bool = False  # its usage counts what it adds to the cache
 
     @classmethod
+    def own_name(cls, field: str) -> str:
+        return cls.parameter_names.get(field, field)
+
+    @classmethod
     def renamed(cls, error: ApiError) -> ApiError:
         name = cls.parameter_names.get(error.param or "")
         if name is None or error.param is None:
@@ -57,7 +61,8 @@ class ConversationChat(ChatCompletionRequest):
 
     def fitted(self, num_left: int, *, can_bound_reasoning: bool) -> Self:
         """Return the chat within its context and model: clients of these APIs often ask for more."""
-        limit, changes = self.token_limit(), dict[str, Any]()
+        limit = self.token_limit()
+        changes = dict[str, Any]()
         if limit is not None and 1 <= num_left < limit:
             changes["max_completion_tokens"] = num_left
         if not can_bound_reasoning:

@@ -13,7 +13,7 @@ from crossdock.cluster.api.body.json_body import Body
 from crossdock.cluster.api.body.other_fields import RefusedField
 from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults, Pooling
 from crossdock.cluster.api.errors import ApiError
-from crossdock.workers.schedule.submission import SamplingParams
+from crossdock.workers.schedule.request.submission import SamplingParams
 
 
 class PooledCompletion(CompletionRequest):
@@ -52,10 +52,12 @@ class InputBody(PooledBody):
     input: Any = Field(description="A text, token ids, or a list of either.")
     add_special_tokens: bool = True
     truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, description="Tokens of each text that are kept; -1: as many as fit."
+        None,
+        ge=-1,
+        description="Tokens of each text that are kept; -1: as many as fit. BOS, EOS and the like count, and stay.",
     )
     truncation_side: Literal["left", "right"] = Field(
-        "left", description="Where a text that is too long is cut: `left` keeps its end, `right` its beginning."
+        "right", description="Where a text that is too long is cut: `right` keeps its beginning, `left` its end."
     )
 
     def pooled(self, pooling: Pooling) -> PooledCompletion:

@@ -11,7 +11,7 @@ from crossdock.cluster.api.body.json_body import Body
 from crossdock.cluster.api.body.other_fields import check_other_fields
 from crossdock.cluster.api.body.stop_strings import StopTable
 from crossdock.cluster.api.errors import ApiError, check_count, wrong
-from crossdock.workers.schedule.submission import Grammar, SamplingParams
+from crossdock.workers.schedule.request.submission import Grammar, SamplingParams
 
 _LONGEST_TOKEN_ID = 10  # digits
 # Fields of the engine that have another name in a body, or none: the server makes the ids of submissions.
@@ -96,7 +96,10 @@ class GenerationBody(Body):
         False, description="Tokens in `logprobs` are written as `token_id:7`; `bytes` are still those of the token."
     )
     truncate_prompt_tokens: int | None = Field(
-        None, ge=-1, description="Tokens of the prompt that are kept; -1: as many as fit beside the output."
+        None,
+        ge=-1,
+        description="Tokens of the prompt that are kept; -1: as many as fit beside the output. BOS and the like count, "
+        "and stay.",
     )
     truncation_side: Literal["left", "right"] = Field(
         "left", description="Where a prompt that is too long is cut: `left` keeps its end, `right` its beginning."
@@ -155,14 +158,19 @@ class GenerationBody(Body):
 
     @property
     def repeats_usage(self) -> bool:
-        """Every event of a streamed answer has the usage of its choice so far."""
-        return self.stream_options is not None and self.stream_options.continuous_usage_stats
+        """Every event of a stream has the usage of its choice so far. As in vLLM, this needs `include_usage`."""
+        options = self.stream_options
+        return options is not None and options.include_usage and options.continuous_usage_stats
 
     def with_usage(self) -> Self:
-        """Return the body with usage at the end of its stream; the body itself if it asks for no stream."""
+        """Return the body with usage in each event of its stream; the body itself if it asks for no stream.
+
+        Gateways that bill by tokens read it there, also of streams that are cut.
+        """
         if not self.stream:
             return self
-        options = (self.stream_options or StreamOptions()).model_copy(update={"include_usage": True})
+        asked = {"include_usage": True, "continuous_usage_stats": True}
+        options = (self.stream_options or StreamOptions()).model_copy(update=asked)
         return self.model_copy(update={"stream_options": options})
 
     def check_streaming(self) -> None:
@@ -170,9 +178,6 @@ class GenerationBody(Body):
         if self.stream_options is not None and not self.stream:
             reason = "'stream_options' needs 'stream' to be true."
             raise ApiError(reason, param="stream_options", code="invalid_value")
-        if self.repeats_usage and not self.includes_usage:
-            param = "stream_options.continuous_usage_stats"
-            raise ApiError(f"'{param}' needs 'include_usage' to be true.", param=param, code="invalid_value")
         if self.prompt_logprobs is not None and self.stream:
             reason = "'prompt_logprobs' cannot be streamed."
             raise ApiError(reason, param="prompt_logprobs", code="invalid_value")
@@ -241,7 +246,8 @@ class GenerationBody(Body):
 
         `num_…`: tokens of all prompts or outputs.
         """
-        listed, named = len(sampling.logprob_token_ids), sampling.logprobs or 0
+        listed = len(sampling.logprob_token_ids)
+        named = sampling.logprobs or 0
         asked = {
             "logprob_token_ids" if listed > named else self.logprobs_field: (max(listed, named), num_output_tokens),
             "prompt_logprobs": (sampling.prompt_logprobs or 0, num_prompt_tokens),

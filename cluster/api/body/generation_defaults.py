@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,6 +12,39 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from crossdock.cluster.api.body.generation_body import GenerationBody
 
 _FILE = "generation_config.json"
+
+HARMLESS_FIELDS: Mapping[str, str] = {
+    "_*": "private to the program that wrote the file",
+    "transformers_version": "which program wrote the file",
+    "eos_token_id": "read with the model: these tokens end an answer",
+    "*_token_id": "the tokenizer adds tokens",
+    "do_sample": "temperature says that",
+    "max_length": "a length of prompt and answer; max_new_tokens counts",
+    "num_return_sequences": "each request says how many answers it wants",
+    "*cache*": "keys are kept in pages",
+    "*compile*": "how it is computed",
+    "prefill_chunk_size": "how it is computed",
+    "continuous_batching_config": "how it is computed",
+    "low_memory": "how it is computed",
+    "output_*": "what transformers returns in Python",
+    "return_dict_in_generate": "what transformers returns in Python",
+    "renormalize_logits": "logits are always normalised",
+    "remove_invalid_values": "logits are always finite",
+    "*assistant*": "drafts, which change no answer",
+    "target_lookbehind": "drafts, which change no answer",
+    "prompt_lookup_num_tokens": "drafts, which change no answer",
+    "max_matching_ngram_size": "drafts, which change no answer",
+    "speculation_type": "drafts, which change no answer",
+    "use_mtp": "drafts, which change no answer",
+    "early_stopping": "for several beams, see num_beams",
+    "length_penalty": "for several beams, see num_beams",
+    "diversity_penalty": "for several beams, see num_beams",
+    "chat_format": "the chat template says that",
+    "max_window_size": "the chat template says that",
+    "max_context_size": "the chat template says that",
+}
+"""Fields of the file that change no answer, by pattern. Others are refused, but with a value of `_NOTHING`."""
+_NOTHING: tuple[Any, ...] = (None, False, "", [], {}, 0, 1, 0.0, 1.0)
 
 
 class GenerationConfig(BaseModel):
@@ -27,7 +61,7 @@ class GenerationConfig(BaseModel):
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read these fields of a file, and ignore all others. Raises ValueError, which names the file and the field."""
+        """Read these fields of a file. ValueError: it cannot be read, or another field would change answers."""
         hint = "model.generation_config: vllm ignores this file"
         try:
             data = json.loads(path.read_bytes())
@@ -35,12 +69,21 @@ class GenerationConfig(BaseModel):
             raise ValueError(f"{path} is not JSON: {error}; {hint}") from None
         if not isinstance(data, dict):
             raise ValueError(f"{path} is not a JSON object; {hint}")
+        for name, value in data.items():
+            if name not in cls.model_fields and not _is_harmless(name, value):
+                raise ValueError(f"{path}: {name} is {value!r:.100}, which no request would follow; {hint}")
         try:
             return cls.model_validate({name: data[name] for name in cls.model_fields if name in data})
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             reason = first["msg"].replace("Input should", "must", 1)
             raise ValueError(f"{path}: {first['loc'][0]}: {reason}, not {first['input']!r}; {hint}") from None
+
+
+def _is_harmless(name: str, value: Any) -> bool:
+    """Return whether a field that is not read changes no answer with this value."""
+    is_off = any(value == nothing and type(value) is type(nothing) for nothing in _NOTHING)
+    return is_off or any(fnmatchcase(name, pattern) for pattern in HARMLESS_FIELDS)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,14 +30,14 @@ class Body(BaseModel):
             raise ApiError(f"The body is not valid JSON: {error}", code="invalid_json") from None
         if not isinstance(data, dict):
             raise ApiError("The body must be a JSON object.", code="invalid_json")
-        if len(data) > bounds.BODY_FIELDS:
-            reason = f"The body has {len(data)} fields, more than the {bounds.BODY_FIELDS} that are accepted."
-            raise ApiError(reason, code="invalid_json")
         return cls.of(data)
 
     @classmethod
     def of(cls, data: Mapping[str, Any]) -> Self:
         """Validate the fields of a body. Raises ApiError, which names the first field at fault."""
+        if len(data) > bounds.BODY_FIELDS:
+            reason = f"The body has {len(data)} fields, more than the {bounds.BODY_FIELDS} that are accepted."
+            raise ApiError(reason, code="invalid_json")
         honoured = cls.model_fields.keys()
         check_other_fields(data, honoured, no_effect=cls.no_effect, refused_fields=cls.refused_fields)
         given = {name: data[name] for name in cls.model_fields if data.get(name) is not None}

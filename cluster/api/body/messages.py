@@ -62,7 +62,8 @@ def _template_message(
     if content is None:
         if role != "assistant":
             raise ApiError(f"'{param}.content' is missing.", param=f"{param}.content", code="invalid_value")
-        content = ""
+        refused = message.get("refusal")  # OpenAI's models write one in place of a content
+        content = refused if isinstance(refused, str) else ""
     if isinstance(content, list):
         parts = [_template_part(part, role, f"{param}.content[{i}]", pictures) for i, part in enumerate(content)]
     elif isinstance(content, str):
@@ -73,11 +74,13 @@ def _template_message(
         )
     is_text = all(part["type"] == "text" for part in parts)
     result = {
-        **message,
+        **{name: value for name, value in message.items() if name != "refusal" or value != content},
         "content": parts if keeps_parts or not is_text else "\n".join(part["text"] for part in parts),
     }
     if calls is not None:
         result["tool_calls"] = _template_calls(calls, f"{param}.tool_calls")
+    if not result.get("tool_calls"):
+        result.pop("tool_calls", None)  # some templates ask whether a message has the field
     return result
 
 
@@ -92,6 +95,8 @@ def _template_part(part: Any, role: str, param: str, pictures: list[Picture] | N
         if isinstance(text, str):
             return {"type": "text", "text": text}
         raise ApiError(f"'{param}.text' must be a string.", param=f"{param}.text", code="invalid_value")
+    if isinstance(part, dict) and kind == "refusal" and role == "assistant" and isinstance(part.get("refusal"), str):
+        return {"type": "text", "text": part["refusal"]}
     if pictures is None or not (isinstance(part, Picture) or kind in (*TYPES, *VIDEO_TYPES)):
         raise refusal(kind, param, takes_pictures=pictures is not None)
     if role == "assistant":

@@ -134,7 +134,8 @@ class CountTokensRequest(ConversationBody):
         """Return the fields of the chat that bound its reasoning, or leave reasoning out of the answer."""
         if self.thinking is None:
             return {}
-        kind, budget = self.thinking.get("type"), self.thinking.get("budget_tokens")
+        kind = self.thinking.get("type")
+        budget = self.thinking.get("budget_tokens")
         if kind not in ("enabled", "disabled", "adaptive", "between_tools"):
             raise wrong("thinking.type", "it must be 'enabled', 'disabled', 'adaptive' or 'between_tools'")
         if kind != "enabled" or budget is None:
@@ -178,7 +179,8 @@ class MessagesRequest(CountTokensRequest):
 def _chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     result: list[dict[str, Any]] = []
     for i, message in enumerate(messages):
-        role, where = message.get("role"), f"messages[{i}]"
+        role = message.get("role")
+        where = f"messages[{i}]"
         if role not in _ROLES:
             raise wrong(f"{where}.role", "it must be 'user', 'assistant' or 'system'")
         content = message.get("content")
@@ -195,7 +197,8 @@ def _chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]
 
 def _input_messages(role: str, blocks: Sequence[Mapping[str, Any]], where: str) -> list[dict[str, Any]]:
     """Return a message for the result of each tool, then one with all text and pictures."""
-    results, parts = [], []
+    results = []
+    parts = []
     for i, block in enumerate(blocks):
         if block.get("type") == "tool_result" and role == "user":
             content = _contents(block.get("content") or "", f"{where}[{i}].content")
@@ -207,9 +210,12 @@ def _input_messages(role: str, blocks: Sequence[Mapping[str, Any]], where: str) 
 
 
 def _assistant_message(blocks: Sequence[Mapping[str, Any]], where: str) -> dict[str, Any]:
-    texts, calls, thoughts = [], [], []
+    texts = []
+    calls = []
+    thoughts = []
     for i, block in enumerate(blocks):
-        kind, here = block.get("type"), f"{where}[{i}]"
+        kind = block.get("type")
+        here = f"{where}[{i}]"
         if kind == "thinking":
             thoughts.append(text_of(block.get("thinking"), f"{here}.thinking"))
         elif kind == "tool_use":

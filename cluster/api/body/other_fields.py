@@ -69,7 +69,7 @@ REFUSED: Mapping[str, RefusedField] = {
     "store": RefusedField("completions and chats are not stored; use /v1/responses", (False,)),
     "stream_interval": RefusedField("every event has the tokens of one step", (1,)),
     "structured_outputs.disable_additional_properties": RefusedField(
-        "write 'additionalProperties': false into the schema", (False,)
+        "a property that the schema does not declare is generated only where the schema asks for more", (False, True)
     ),
     "structured_outputs.disable_any_whitespace": RefusedField("use 'structured_outputs.grammar'", (False,)),
     "structured_outputs.structural_tag": RefusedField("use 'structured_outputs.grammar'"),
@@ -77,7 +77,7 @@ REFUSED: Mapping[str, RefusedField] = {
     "suffix": RefusedField("write the prompt in the model's own fill-in-the-middle format", ("",)),
     "thinking_token_budget": RefusedField("completions are text alone; use /v1/chat/completions", (-1,)),
     "use_beam_search": RefusedField("use 'n' with a temperature", (False,)),
-    "verbosity": RefusedField("ask for it in the prompt", ("medium",)),
+    "verbosity": RefusedField("completions have no template; ask for it in the prompt", ("medium",)),
     "vllm_xargs": RefusedField("there are no extensions that would read it", ({},)),
     "watermarking": RefusedField("answers have no watermark", (False,)),
     "web_search_options": RefusedField("search yourself, and put what you find into the messages"),

@@ -49,14 +49,19 @@ class Picture:
 def picture_of(part: Mapping[str, Any], param: str) -> Picture:
     """Return the picture of a part of the type `image_url` or `input_image`. Raises ApiError, which names the field."""
     given = part.get("image_url")
-    where, owner = f"{param}.image_url", param  # of the URL, and of the detail
+    # Of the URL, and of the detail.
+    where = f"{param}.image_url"
+    owner = param
     if isinstance(given, Mapping):
-        url, detail = given.get("url"), given.get("detail")
+        url = given.get("url")
+        detail = given.get("detail")
         where, owner = f"{where}.url", where
     else:
-        url, detail = given, None
+        url = given
+        detail = None
     if detail is None:
-        detail, owner = part.get("detail"), param
+        detail = part.get("detail")
+        owner = param
     if part.get("file_id") is not None:
         raise wrong(f"{param}.file_id", "files are not stored here; send the picture itself as 'image_url'")
     if not isinstance(url, str) or not url:

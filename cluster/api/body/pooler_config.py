@@ -63,10 +63,12 @@ class EmbeddingDefaults:
         has_any_size = sizes is None and shape.get("is_matryoshka") is True
         pooling, normalizes, refusal = _sentence_transformers(model)
         if config.pooling_type is not None:
-            pooling, refusal = ("mean" if config.pooling_type == "MEAN" else "last"), ""
+            pooling = "mean" if config.pooling_type == "MEAN" else "last"
+            refusal = ""
         if config.use_activation is not None:
             normalizes = config.use_activation
-        words, head = tuple(config.classifier_from_token or ()), ClassifierHead.read(model, shape)
+        words = tuple(config.classifier_from_token or ())
+        head = ClassifierHead.read(model, shape)
         if words and head is not None:
             raise ValueError("model.pooler_config: classifier_from_token is for models without a classification head")
         return cls(pooling, normalizes, has_any_size, tuple(sizes or ()), refusal, words, head)

@@ -190,17 +190,26 @@ def _message(role: Any, content: Any, where: str, given_id: Any) -> Item:
     if role == "user" and isinstance(content, list):
         parts = [_user_part(part, f"{inside}[{i}]") for i, part in enumerate(_bounded(content, inside))]
     else:
-        parts = [{"type": kind, "text": text, **extra} for text in _part_texts(content, inside)]
+        parts = [
+            {"type": kind, "text": text, **extra}
+            for text in _part_texts(content, inside, has_refusals=role == "assistant")
+        ]
     name = _id({"id": given_id}, "msg")
     return {"id": name, "type": "message", "role": role, "status": "completed", "content": parts}
 
 
-def _part_texts(content: Any, where: str, kind: str | None = None) -> list[str]:
-    """Return the texts of a string or of a list of parts. `kind`: the only type of part that is accepted here."""
+def _part_texts(content: Any, where: str, kind: str | None = None, *, has_refusals: bool = False) -> list[str]:
+    """Return the texts of a string or of a list of parts.
+
+    `kind`: the only type of part that is accepted here. `has_refusals`: a part may be a refusal of OpenAI's models.
+    """
     if isinstance(content, str):
         return [content]
     texts = []
     for i, part in enumerate(_bounded(content, where)):
+        if has_refusals and part.get("type") == "refusal":
+            texts.append(text_of(part.get("refusal"), f"{where}[{i}].refusal"))
+            continue
         if part.get("type") not in (_TEXT_PARTS if kind is None else (kind,)):
             reason = f"a part of type {str(part.get('type'))[:100]!r} is not accepted here, only text"
             raise wrong(f"{where}[{i}]", reason)

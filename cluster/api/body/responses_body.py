@@ -44,6 +44,7 @@ class ResponsesChat(ConversationChat):
         "reasoning_effort": "reasoning.effort",
         "response_format": "text.format",
         "response_format.json_schema.schema": "text.format.schema",
+        "verbosity": "text.verbosity",
     }
 
 
@@ -67,7 +68,9 @@ class ResponsesRequest(ConversationBody):
     reasoning: dict[str, Any] | None = Field(
         None, description="`effort` as in chats. Reasoning is shown as the model writes it, so there is no summary."
     )
-    text: dict[str, Any] | None = Field(None, description="`format`: text, json_object or json_schema.")
+    text: dict[str, Any] | None = Field(
+        None, description="`format`: text, json_object or json_schema. `verbosity` as in chats."
+    )
     include: Annotated[list[str], Field(max_length=len(_INCLUDABLE))] = Field(
         [], description=f"`{LOGPROBS}` adds log-probabilities; other known names add nothing."
     )
@@ -90,7 +93,6 @@ class ResponsesRequest(ConversationBody):
         "image": RefusedField("send pictures as parts of the type 'input_image'"),
         "moderation": RefusedField("there is no moderation model; call one yourself"),
         "prompt": RefusedField("templates are not stored; send 'instructions' and 'input'"),
-        "text.verbosity": RefusedField("ask for it in 'instructions'", ("medium",)),
     }
 
     def chat(self, items: Sequence[Item], num_own: int) -> ResponsesChat:
@@ -115,6 +117,7 @@ class ResponsesRequest(ConversationBody):
             "logprobs": has_logprobs,
             "top_logprobs": self.top_logprobs if has_logprobs else None,
             "stop": self.stop,
+            "verbosity": None if self.text is None else self.text.get("verbosity"),
             "reasoning_effort": None if self.reasoning is None else self.reasoning.get("effort"),
         }
         try:
@@ -129,7 +132,11 @@ class ResponsesRequest(ConversationBody):
 
     def _check(self) -> None:
         """Raise ApiError for parts of fields that are unknown, or that contradict each other."""
-        known = {"reasoning": ("effort", "summary", "generate_summary"), "text": ("format",), "stream_options": ()}
+        known = {
+            "reasoning": ("effort", "summary", "generate_summary"),
+            "text": ("format", "verbosity"),
+            "stream_options": (),
+        }
         for name, parts in known.items():
             data = getattr(self, name) or {}
             check_other_fields(data, parts, f"{name}.", no_effect=self.no_effect, refused_fields=self.refused_fields)

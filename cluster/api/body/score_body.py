@@ -1,7 +1,7 @@
 """Bodies of requests for scores: pairs of texts, as vLLM's /v1/score has them, or a query and its documents."""
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
@@ -18,6 +18,9 @@ class PairsBody(PooledBody):
 
     truncate_prompt_tokens: int | None = Field(
         None, ge=-1, description="As in embeddings. Refused where a model judges pairs: a template holds the texts."
+    )
+    truncation_side: Literal["left", "right"] = Field(
+        "right", description="As in embeddings: `right` keeps the beginning of a text."
     )
     instruction: str = Field(
         INSTRUCTION, max_length=bounds.TEMPLATE_CHARS, description="What a model that judges pairs looks for."
@@ -47,7 +50,8 @@ class ScoreRequest(PairsBody):
         left = self.text_1 if self.queries is None else self.queries
         right = self.text_2 if self.documents is None else self.documents
         names = ("text_1" if self.queries is None else "queries", "text_2" if self.documents is None else "documents")
-        firsts, seconds = _texts(left, names[0]), _texts(right, names[1])
+        firsts = _texts(left, names[0])
+        seconds = _texts(right, names[1])
         if len(firsts) == 1:
             firsts = list(firsts) * len(seconds)
         if len(firsts) != len(seconds):

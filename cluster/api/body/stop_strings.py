@@ -31,7 +31,8 @@ class StopStrings:
 
         Where several end at the same character, the longest counts.
         """
-        matched, all_failures = self._matched, self._table.failures
+        matched = self._matched
+        all_failures = self._table.failures
         for position, char in enumerate(text, 1):
             hit = ""
             for k, stop in enumerate(self._table.stops):

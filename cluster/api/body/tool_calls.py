@@ -7,11 +7,15 @@ from typing import Any, Literal
 
 from crossdock.cluster.api.body.constraints import from_text
 from crossdock.cluster.api.errors import ApiError, wrong
-from crossdock.workers.schedule.submission import Grammar
+from crossdock.workers.schedule.request.submission import CLOSED, Grammar
 
 # As `json.dumps` writes, and with no white space that a small model could repeat for ever.
 _WRITTEN = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+_INPUT_WORDS = {  # a schema without these words declares no input
+    *("properties", "patternProperties", "additionalProperties", "unevaluatedProperties", "required", "minProperties"),
+    *("$ref", "allOf", "anyOf", "oneOf", "const", "enum"),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +30,7 @@ class ForcedCall:
         rules = ["start: " + " | ".join(f"call{i}" for i in range(len(self.parameters)))]
         for i, (name, schema) in enumerate(self.parameters.items()):
             rules.append(f'call{i}: {json.dumps(before_arguments(name))} arguments{i} "}}"')
-            rules.append(f"arguments{i}: %json {json.dumps({**schema, 'x-guidance': _WRITTEN})}")
+            rules.append(f"arguments{i}: %json {json.dumps({**schema, CLOSED: True, 'x-guidance': _WRITTEN})}")
         grammar = from_text("lark", "\n".join(rules), "tools")
         assert grammar is not None
         return grammar
@@ -55,7 +59,8 @@ def allowed_tools(
     """
     if not isinstance(given, dict):
         raise wrong(param, "it must be an object with 'mode' and 'tools'")
-    mode, listed = given.get("mode"), given.get("tools")
+    mode = given.get("mode")
+    listed = given.get("tools")
     if mode not in ("auto", "required"):
         raise wrong(f"{param}.mode", "it must be 'auto' or 'required'")
     if not isinstance(listed, list):
@@ -79,7 +84,10 @@ def forced_call(tools: Sequence[Mapping[str, Any]], choice: Any) -> ForcedCall |
     """
     if choice in (None, "auto", "none"):
         return None
-    functions = {tool["function"]["name"]: _schema(i, tool["function"]) for i, tool in enumerate(tools)}
+    functions = {
+        tool["function"]["name"]: arguments_schema(tool["function"], f"tools[{i}].function")
+        for i, tool in enumerate(tools)
+    }
     if choice == "required":
         if functions:
             return ForcedCall(functions, is_named=False)
@@ -96,14 +104,18 @@ def forced_call(tools: Sequence[Mapping[str, Any]], choice: Any) -> ForcedCall |
     return ForcedCall({name: functions[name]}, is_named=True)
 
 
-def _schema(i: int, function: Mapping[str, Any]) -> Mapping[str, Any]:
+def arguments_schema(function: Mapping[str, Any], param: str) -> Mapping[str, Any]:
+    """Return the schema of a function's arguments, which are an object. Raises ApiError for any other schema."""
     schema = function.get("parameters")
+    param = f"{param}.parameters"
     if schema is None:
         return _NO_PARAMETERS
     if not isinstance(schema, dict):
-        param = f"tools[{i}].function.parameters"
         raise ApiError(f"'{param}' must be a JSON schema.", param=param, code="invalid_value")
-    return schema
+    types = schema.get("type", "object")
+    if types != "object" and not (isinstance(types, list) and "object" in types):
+        raise wrong(f"{param}.type", "the arguments of a call are an object")
+    return {**schema, "type": "object"} if schema.keys() & _INPUT_WORDS else _NO_PARAMETERS
 
 
 def before_arguments(name: str) -> str:

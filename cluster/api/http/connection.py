@@ -3,7 +3,7 @@
 import asyncio
 import sys
 from collections import defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import partial
 from http import HTTPStatus
 from typing import Any, Self
@@ -14,18 +14,19 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResp
 from crossdock.cluster.api.errors import ApiError
 from crossdock.workers.schedule.shares import Shares
 
-STRANGERS = "strangers"  # the owner of connections that have shown no valid key; tenants have names of 32 digits
+STRANGERS = "strangers"  # the owner of connections that have shown no valid key; owners have names of 32 digits
 MAX_HEAD_BYTES = 64 << 10  # of request line and headers together, or of trailers; the parser has no limit
 HEAD_TIMEOUT_S = 30.0  # in which they must have arrived
 CLOSING_S = 2.0  # after the listener has closed: for the first request of a new connection, or for its client to end it
 LINGER_S = 10.0  # an ended connection is read on for so long: a client that is still sending reads no answer
 LINGER_BYTES = 64 << 20  # … and for at most so many bytes
-_UNSENT_BYTES = 8 << 10  # that may wait for the client before the answer does; events of one step are sent together
+# bytes that may wait for the client before the answer does; events of one step are sent together
+_UNSENT_BYTES = 8 << 10
 _PIECE = 16 << 10  # bytes parsed at a time; a head may be larger than its bound by one piece
 
 
 class Connections:
-    """The connections of one listener, each of one owner: the tenant whose key it has shown, or strangers.
+    """The connections of one listener, each of one owner: of the key that it has shown, or strangers.
 
     Owners have shares of the places. Where an owner's are taken, its oldest connection that waits for a request makes
     way; of strangers the oldest makes way whatever it does, so that they never keep the holder of a key out.
@@ -52,10 +53,10 @@ class Connections:
         """Add a connection. Returns False if there are too many, and none makes way."""
         return self._move(connection, self._first_owner)
 
-    def shows_key(self, connection: "BoundedConnection", tenant: str) -> bool:
-        """Count a connection for the tenant of its newest request. Returns False if the tenant has too many."""
-        owner = self._owners.get(connection)
-        return owner in (tenant, None, "") or self._move(connection, tenant)  # None: it has ended
+    def shows_key(self, connection: "BoundedConnection", owner: str) -> bool:
+        """Count a connection for the owner of its newest request. Returns False if the owner has too many."""
+        had = self._owners.get(connection)
+        return had in (owner, None, "") or self._move(connection, owner)  # None: it has ended
 
     def _move(self, connection: "BoundedConnection", owner: str) -> bool:
         if self._shares.room(owner, freed=connection in self._owners) < 1:
@@ -110,6 +111,7 @@ class BoundedConnection(HttpToolsProtocol):
         self._unsent = 0  # bytes that waited for the client when that was last looked at
         self._unanswered: deque[RequestResponseCycle] = deque()  # the requests in progress, in order
         self._refusal: ApiError | None = None  # sent after their answers
+        self._asks_for_upgrade = False  # the head that was parsed last
         self._late: asyncio.TimerHandle | None = None  # the request does not come
         self._stuck: asyncio.TimerHandle | None = None  # the client does not read
 
@@ -151,12 +153,16 @@ class BoundedConnection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         self._wait_for_head()
-        self._head_bytes, self._is_in_head = 0, True
+        self._head_bytes = 0
+        self._is_in_head = True
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        if self.parser.get_http_version() not in ("1.0", "1.1"):
+        if (version := self.parser.get_http_version()) not in ("1.0", "1.1"):
             raise _wrong_version()
+        self._asks_for_upgrade = self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
+        if self._asks_for_upgrade:
+            return
         self._end_head()
         self._has_request = self._is_in_body = True
         self._bytes_beside_body = 0
@@ -167,7 +173,10 @@ class BoundedConnection(HttpToolsProtocol):
         self._unanswered.append(self.cycle)
         self.scope["state"]["event_writer"] = transport = AnswerTransport(self, self.cycle, self._linger)
         self.cycle.transport = transport  # type: ignore[assignment]
-        if self.parser.should_upgrade():  # to nothing: what follows is no HTTP/1.1
+        if version == "1.0":
+            self.cycle.send = partial(_send_until_close, self.cycle, self.cycle.send)  # type: ignore[method-assign]
+        if self.parser.should_upgrade():
+            # A CONNECT: what follows its head is no HTTP.
             self.cycle.keep_alive = False
 
     def on_body(self, body: bytes) -> None:
@@ -175,6 +184,8 @@ class BoundedConnection(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self._asks_for_upgrade:
+            return
         self._is_in_body = False
         super().on_message_complete()
 
@@ -190,14 +201,14 @@ class BoundedConnection(HttpToolsProtocol):
             if self._refusal is not None and not self.transport.is_closing():
                 self._refuse_now(self._refusal)
 
-    def send_400_response(self, msg: str) -> None:
-        """Answer a request that the parser refuses. Called while the parser's error is handled."""
-        self._refuse(_refusal(sys.exception()))
-
     # -- incoming ----------------------------------------------------------------------------------------------------
 
     def _parse(self, piece: bytes) -> None:
-        super().data_received(piece)
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(piece)
+        except httptools.HttpParserError:
+            self._refuse(_refusal(sys.exception()))
         if self._is_over:
             return
         if self._is_in_head:
@@ -210,6 +221,25 @@ class BoundedConnection(HttpToolsProtocol):
             self._refuse(ApiError(reason, status=431, code="headers_too_large"))
         elif self._late is None and (self.cycle is None or self.cycle.response_complete):
             self._wait_for_head()  # an empty line, or the rest of an answered body, has ended uvicorn's own wait
+
+    def _feed(self, piece: bytes) -> None:
+        """Parse bytes. A head that asks for an upgrade is parsed again without that wish (RFC 9110, 7.8).
+
+        The parser skips the body of such a request, and takes what follows for another protocol.
+        """
+        while piece:
+            try:
+                self.parser.feed_data(piece)
+                return
+            except httptools.HttpParserUpgrade as upgrade:
+                if not self._asks_for_upgrade:
+                    return
+                piece = piece[upgrade.args[0] :]
+            method = self.parser.get_method()
+            version = self.parser.get_http_version().encode()
+            self.parser = httptools.HttpRequestParser(self)
+            self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+            self.parser.feed_data(_head_without_upgrade(method, self.url, version, self.headers))
 
     def _discard(self, num_bytes: int) -> None:
         self._discarded += num_bytes
@@ -316,8 +346,11 @@ class AnswerTransport:
     __slots__ = ("_cycle", "_end", "_flow", "_left", "_loop", "_num_bytes", "_parts", "_transport", "is_closing")
 
     def __init__(self, connection: BoundedConnection, cycle: RequestResponseCycle, end: Callable[[], None]) -> None:
-        self._transport, self._loop, self._flow = connection.transport, connection.loop, connection.flow
-        self._cycle, self._end = cycle, end
+        self._transport = connection.transport
+        self._loop = connection.loop
+        self._flow = connection.flow
+        self._cycle = cycle
+        self._end = end
         self._left: Callable[[], None] | None = None  # to call when the client leaves
         self._parts: list[bytes] = []  # not written yet
         self._num_bytes = 0  # in these
@@ -377,6 +410,33 @@ class AnswerTransport:
     def add_event(self, event: bytes) -> None:
         """Write an event, together with what else this turn writes."""
         self.write(_chunk(event))
+
+
+async def _send_until_close(
+    cycle: RequestResponseCycle, send: Callable[[Any], Awaitable[None]], message: dict[str, Any]
+) -> None:
+    """Send a part of an answer to a client of HTTP/1.0, which knows no chunks (RFC 9112, 6.1).
+
+    Where the answer has no length, it ends with the connection. uvicorn always closes these connections.
+    """
+    if message["type"] == "http.response.start":
+        has_length = any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
+        cycle.chunked_encoding = None if has_length else False
+    elif not cycle.expected_content_length:
+        cycle.expected_content_length = len(message.get("body", b""))
+    await send(message)
+
+
+def _head_without_upgrade(method: bytes, url: bytes, version: bytes, headers: list[tuple[bytes, bytes]]) -> bytes:
+    """Return the head of a request without its wish to go on in another protocol."""
+    lines = [b"%b %b HTTP/%b" % (method, url, version)]
+    for name, value in headers:
+        if name == b"connection":
+            tokens = [token.strip() for token in value.split(b",")]
+            value = b", ".join(token for token in tokens if token.lower() not in (b"upgrade", b"http2-settings"))
+        if name != b"upgrade":
+            lines.append(b"%b: %b" % (name, value))
+    return b"\r\n".join(lines) + b"\r\n\r\n"
 
 
 def _chunk(part: bytes) -> bytes:

@@ -11,11 +11,13 @@ class GatewayPath:
         self._root = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Pass the request on as one below the gateway's path."""
+        """Pass the request on as one below the gateway's path, and below that the route of Serve's proxy."""
         if scope["type"] == "http":
-            path = scope["path"]
+            route = scope.get("root_path", "")
+            path = scope["path"].removeprefix(route)
             is_below = path == self._root or path.startswith(f"{self._root}/")
-            scope = {**scope, "root_path": self._root, "path": path if is_below else self._root + path}
+            root = self._root + route
+            scope = {**scope, "root_path": root, "path": root + (path.removeprefix(self._root) if is_below else path)}
         await self._app(scope, receive, send)
 
 

@@ -10,7 +10,7 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, ValidationInfo, fie
 from crossdock.cluster.api.body.parser_names import AUTO, REASONING_PARSERS, TOOL_PARSERS, family_of
 from crossdock.cluster.api.body.pictures import VideoReading
 from crossdock.cluster.api.http.keys import ApiKey
-from crossdock.workers.schedule.submission import LogprobsMode
+from crossdock.workers.schedule.request.submission import LogprobsMode
 
 OPEN_TO_OTHERS = (
     "No API key is set: every client that reaches %s port %d can use this server. "
@@ -121,7 +121,9 @@ class HttpConfig(ModelHttpConfig):
         description="Strings, or objects with key, classes, limits and more. None here and no file: open to all.",
     )
     api_keys_file: str | None = Field(
-        None, description="A file with further keys, checked every second: YAML as in api_keys, or one key a line."
+        None,
+        json_schema_extra={"format": "path"},
+        description="A file with further keys, checked every second: YAML as in api_keys, or one key a line.",
     )
     tenant_header: str | None = Field(
         None,
@@ -175,10 +177,16 @@ class HttpConfig(ModelHttpConfig):
     response_ttl_s: float = Field(3600.0, gt=0, description="How long a stored response can be fetched and continued.")
     batch_folder: str | None = Field(
         None,
+        json_schema_extra={"format": "path"},
         description="Folder for /v1/files and /v1/batches, on a volume that all ingresses share; null: no batches.",
     )
     batch_file_bytes: ByteSize = Field(ByteSize(200 << 20), gt=0, description="Largest file of a batch, e.g. 200MiB.")
-    force_include_usage: bool = Field(False, description="Streams end with their usage, also where none is asked for.")
+    batch_bytes: ByteSize = Field(
+        ByteSize(64 << 30),
+        gt=0,
+        description="Bytes of all files and results of batches on the volume; one API key may have half of them.",
+    )
+    force_include_usage: bool = Field(False, description="Each event of a stream has usage, also unasked.")
     trust_request_chat_template: bool = Field(
         False, description="Accept chat templates in requests. A template is a program: trust every client first."
     )
@@ -188,10 +196,13 @@ class HttpConfig(ModelHttpConfig):
         description="Hosts that pictures may be fetched from: images.example, or .example for all hosts below it.",
     )
     allowed_local_media_path: str | None = Field(
-        None, description="Folder of the ingress's machine below which requests may name pictures by file:// URLs."
+        None,
+        json_schema_extra={"format": "path"},
+        description="Folder of the ingress's machine below which requests may name pictures by file:// URLs.",
     )
     lora_folder: str | None = Field(
         None,
+        json_schema_extra={"format": "path"},
         description="Folder below which /v1/load_lora_adapter may load adapters, of ingresses' and replicas' machines; "
         "null: adapters are those of lora_modules.",
     )
@@ -202,6 +213,7 @@ class HttpConfig(ModelHttpConfig):
     )
     weights_folder: str | None = Field(
         None,
+        json_schema_extra={"format": "path"},
         description="Folder below which /update_weights_from_disk may read checkpoints, of replicas' machines; null: "
         "none.",
     )

@@ -7,25 +7,29 @@ import re
 import secrets
 import traceback
 from collections.abc import Awaitable, Collection, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.errors import FULL, ApiError, disk_error
 from crossdock.cluster.api.http.answers import error_event
 from crossdock.cluster.api.http.connection import AnswerTransport
 from crossdock.cluster.api.http.host_names import HostNames
 from crossdock.cluster.api.http.http_json import error_answer
-from crossdock.cluster.api.http.keys import ApiKey, KeyRing, tenant_of
+from crossdock.cluster.api.http.keys import ApiKey, KeyRing, owner_of
 from crossdock.cluster.api.http.limits import Charge, Ledger
-from crossdock.cluster.api.http.payers import Payer, Payers
-from crossdock.cluster.api.http.request_body import check_no_body, read_body, streamed_body
+from crossdock.cluster.api.http.request_body import check_coding, check_no_body, read_body, streamed_body
 from crossdock.cluster.api.http.request_memory import SMALL, RequestMemory
+from crossdock.cluster.api.http.service_tiers import SLO_CLASS_HEADER
+from crossdock.cluster.api.http.sites import Sites
+from crossdock.cluster.api.http.tenant_reader import Tenant, TenantReader
 from crossdock.cluster.dispatch.cold_start import ModelStarting
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost, SlowReader, SuspectRequest
 from crossdock.cluster.dispatch.gate import GenerationPaused
+from crossdock.workers.schedule.request.failures import NotFinite
+from crossdock.workers.schedule.request.submission import Overloaded
 from crossdock.workers.schedule.shares import Shares
-from crossdock.workers.schedule.submission import Overloaded
 
 logger = logging.getLogger("ray.serve")
 
@@ -51,11 +55,16 @@ def as_api_error(error: BaseException) -> ApiError:
             return ApiError(str(error), status=503, code="model_starting", headers=headers)
         case ReplicaLost():
             # The error's own message may quote a remote traceback.
-            reason = "The model is not available now: its replica is starting or was lost. Try again."
-            return ApiError(reason, status=503, code="service_unavailable")
+            reason = "The model is not available now: its replica is starting, does not answer or was lost. Try again."
+            headers = {"Retry-After": str(max(1, math.ceil(error.retry_after)))}
+            return ApiError(reason, status=503, code="service_unavailable", headers=headers)
         case SuspectRequest():
             reason = "Replicas of the model ended while they worked on this request, so it is not tried again."
             return ApiError(f"{reason} Do not repeat it unchanged.", code="suspect_request", headers=_NO_RETRY)
+        case NotFinite():
+            return ApiError(f"{error}. Do not repeat the request.", status=500, code="not_finite", headers=_NO_RETRY)
+        case OSError() if error.errno in FULL:
+            return disk_error(error)
         case SlowReader():
             reason = "Too many tokens waited to be read, so the request was ended. Read the stream faster."
             return ApiError(reason, status=408, code="slow_reader")
@@ -67,8 +76,9 @@ class HttpGuard:
 
     The application behind it receives whole bodies, and is cancelled when the client disconnects. API keys guard every
     path but `open_paths`, which take no body then. The scope's `state` holds `request_id`, `memory` (what the request
-    holds), `payer`, `send_part` (which sends a part of a streamed answer past all layers), and where keys are in use
-    `api_key` and `account`. A stream whose errors have a shape of their own sets `error_event`: the function that
+    holds), `tenant`, `send_part` (which sends a part of a streamed answer past all layers), and where keys are in use
+    `api_key` and `account`. A route sets its `slo_class`, and `warnings`: sentences about fields without effect. Both
+    become headers of the answer. A stream whose errors have a shape of their own sets `error_event`: the function that
     writes one.
     """
 
@@ -81,20 +91,23 @@ class HttpGuard:
         ledger: Ledger,
         max_body_bytes: int,
         request_timeout_s: float | None,
-        memory_bytes: int = 1 << 31,
+        memory: Shares | None = None,
         hosts: HostNames | None = None,
-        payers: Payers | None = None,
+        sites: Sites | None = None,
+        tenant_reader: TenantReader | None = None,
         max_file_bytes: int = 0,
     ) -> None:
-        """`memory_bytes`: of all requests together. `hosts`: names that the server answers to; None: any.
+        """`memory`: of all requests together; None: 2 GiB. `hosts`: names that the server answers to; None: any.
+        `sites`: whose pages may act on the server while no keys are set; None: any.
         `max_file_bytes`: of a file's upload, which is read in parts; 0: there are no such uploads."""
-        self._payers = payers or Payers()
+        self._tenant_reader = tenant_reader or TenantReader()
         self._app = app
         self._keys = keys
         self._open_paths = open_paths
         self._ledger = ledger
         self._hosts = hosts
-        self._shares = Shares(memory_bytes)  # of memory, for each tenant
+        self._sites = sites
+        self._shares = memory or Shares(1 << 31)
         self._max_file_bytes = max_file_bytes
         self._max_body_bytes = max_body_bytes
         self._timeout_s = request_timeout_s
@@ -110,14 +123,16 @@ class HttpGuard:
         sender = _AnswerSender(send, state, is_anthropic=f"{path}/".startswith(f"{_MESSAGES}/"))
         state["send_part"] = send
         state["api_key"] = state["account"] = None
-        state["payer"] = Payer()
+        state["tenant"] = Tenant()
         try:
             async with asyncio.timeout(self._timeout_s) as clock:
                 _check_credentials(scope["headers"])
                 if self._hosts is not None:
                     self._hosts.check(headers)
+                if self._sites is not None and self._keys.is_open:
+                    self._sites.check(scope["method"], headers)
                 state["api_key"] = key = self._key(path, headers)
-                state["payer"] = self._payers.of(key, headers)
+                state["tenant"] = self._tenant_reader.of(key, headers)
                 if key is not None:
                     _count_connection(state, key)
                     state["account"] = sender.charge = Charge(self._ledger.account(key))
@@ -125,7 +140,8 @@ class HttpGuard:
                     await sender.charge.begin(is_read=not computes)
                 elif not self._keys.is_open:
                     check_no_body(headers)
-                state["memory"] = sender.memory = RequestMemory(self._shares, tenant_of(key))
+                check_coding(headers)
+                state["memory"] = sender.memory = RequestMemory(self._shares, owner_of(key))
                 if self._max_file_bytes and (scope["method"], path) == ("POST", FILES):
                     await self._app(scope, streamed_body(headers, receive, self._max_file_bytes), sender.send)
                     return
@@ -161,7 +177,7 @@ class _AnswerSender:
 
     def __init__(self, send: Send, state: Mapping[str, Any], *, is_anthropic: bool) -> None:
         self.charge: Charge | None = None  # the answer's headers show the state of its account
-        self.memory: RequestMemory | None = None  # that the request holds
+        self.memory: RequestMemory | None = None  # memory that the request holds
         self._start: Message | None = None  # waits for the first part of the body
         self._is_anthropic = is_anthropic
         self._send = send
@@ -177,6 +193,10 @@ class _AnswerSender:
                 name == b"content-type" and value.startswith(b"text/event-stream") for name, value in headers
             )
             headers.append((b"x-request-id", self._state["request_id"].encode()))
+            if (slo_class := self._state.get("slo_class")) is not None:
+                headers.append((SLO_CLASS_HEADER.lower().encode(), slo_class.encode()))
+            warnings = self._state.get("warnings", ())
+            headers += [(b"warning", f'299 crossdock "{warning}"'.encode()) for warning in warnings]
             if self.charge is not None:
                 present = {name for name, _ in headers}
                 own = ((name.encode(), value.encode()) for name, value in self.charge.headers().items())
@@ -185,7 +205,8 @@ class _AnswerSender:
             if self._is_stream:
                 await self._begin()
             return
-        size, is_last = len(message.get("body", b"")), not message.get("more_body", False)
+        size = len(message.get("body", b""))
+        is_last = not message.get("more_body", False)
         if is_last and self.memory is not None:
             self.memory.release()  # the body and all that became of it are gone
         if self._start is not None:
@@ -204,7 +225,9 @@ class _AnswerSender:
     async def _begin(self) -> None:
         """Send the status and the headers."""
         assert self._start is not None
-        start, self._start, self._has_started = self._start, None, True
+        start = self._start
+        self._start = None
+        self._has_started = True
         await self._send(start)
 
     async def fail(self, error: Exception) -> None:
@@ -224,7 +247,7 @@ class _AnswerSender:
 
 def _count_connection(state: Mapping[str, Any], key: ApiKey) -> None:
     """Have our own listener count the connection for the key. Raises ApiError 429 if the key has too many."""
-    if "show_key" in state and not state["show_key"](key.tenant):
+    if "show_key" in state and not state["show_key"](key.owner):
         reason = "This API key has its share of the server's connections. Close some, or send requests on them."
         headers = {"Retry-After": "1", "Connection": "close"}
         raise ApiError(reason, status=429, code="too_many_connections", headers=headers)
@@ -263,7 +286,8 @@ async def _while_connected(work: Awaitable[None], receive: Receive, own: AnswerT
 
     `own`: the transport of our own listener, which calls when the client is gone: no task need wait for that.
     """
-    task, is_gone = asyncio.current_task(), False
+    task = asyncio.current_task()
+    is_gone = False
     assert task is not None
     num_before = task.cancelling()
 
@@ -273,8 +297,9 @@ async def _while_connected(work: Awaitable[None], receive: Receive, own: AnswerT
         task.cancel()
 
     async def watch() -> None:
-        while (await receive())["type"] != "http.disconnect":
-            pass
+        with suppress(Exception):  # a connection that cannot be read any more is gone
+            while (await receive())["type"] != "http.disconnect":
+                pass
         end()
 
     watching = asyncio.ensure_future(watch()) if own is None else own.when_gone(end)

@@ -12,7 +12,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from crossdock.cluster.api.body.json_body import Body
 from crossdock.cluster.api.errors import ApiError, to_json
-from crossdock.cluster.api.http.json_size import check_json_size
 from crossdock.cluster.api.slices import slices
 
 # The rest of a path. The length is for the description only: an empty name is answered like an unknown one.
@@ -31,7 +30,8 @@ class JsonRoute(APIRoute):
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
         assert self.body_field is not None
-        kind, endpoint = self.body_field.field_info.annotation, self.endpoint
+        kind = self.body_field.field_info.annotation
+        endpoint = self.endpoint
         assert isinstance(kind, type)
         assert issubclass(kind, Body)
 
@@ -65,8 +65,7 @@ async def _read(request: Request, kind: type[_Body]) -> _Body:
         reason = f"Unsupported content type {content_type[:100]!r}: send application/json."
         raise ApiError(reason, status=415, code="unsupported_media_type")
     content = (await request.receive())["body"]  # whole, from `HttpGuard`; `body()` would keep it until the answer
-    num_parts, num_values = await check_json_size(content)
-    request.state.memory.hold_parsed(content, num_parts, num_values)
+    await request.state.memory.admit(content)
     return kind.parse(content)
 
 
@@ -118,7 +117,8 @@ class EventStream(Response):
         async with aclosing(self._rest) as rest:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            send_part, writer = scope["state"]["send_part"], scope["state"].get("event_writer")
+            send_part = scope["state"]["send_part"]
+            writer = scope["state"].get("event_writer")
             async for event in rest:
                 if writer is not None and writer.is_ready():  # of our own listener; no layer of uvicorn is passed
                     writer.add_event(event)

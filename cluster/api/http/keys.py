@@ -10,10 +10,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO, Any, Self
 
-import yaml
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError, model_validator
 
 from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.yaml_text import read_yaml
 
 logger = logging.getLogger("ray.serve")
 
@@ -76,11 +76,11 @@ class ApiKey(BaseModel):
 
     def cache_salt(self, requested: str) -> str:
         """Return the salt of the key's cached pages. `requested`: the `cache_salt` of the request."""
-        group = self.tenant if self.cache_group is None else self.cache_group
+        group = self.owner if self.cache_group is None else self.cache_group
         return f"{len(group)}:{group}{requested}"  # with the length, no two pairs of names give the same salt
 
     @cached_property
-    def tenant(self) -> str:
+    def owner(self) -> str:
         """Return a name for the key's owner: the same in every process, and useless for guessing the key."""
         return hashlib.blake2b(self.key.encode(), digest_size=16, person=b"crossdock tenant").hexdigest()
 
@@ -90,9 +90,9 @@ def cache_salt(key: ApiKey | None, requested: str) -> str:
     return requested if key is None else key.cache_salt(requested)
 
 
-def tenant_of(key: ApiKey | None) -> str:
+def owner_of(key: ApiKey | None) -> str:
     """Return the name of a key's owner; empty where no keys are in use."""
-    return "" if key is None else key.tenant
+    return "" if key is None else key.owner
 
 
 class KeyRing:
@@ -125,7 +125,8 @@ class KeyRing:
         self._keys = self._own
         self._stamp: object = None  # of the file as it was last looked into
         self._seen: object = None  # at the last check
-        self._file: IO[bytes] | None = None  # whose keys are in force; open, so that no other file gets its number
+        # the file whose keys are in force; open, so that no other file gets its number
+        self._file: IO[bytes] | None = None
         self._checked_at = clock()
         if path is not None:
             self._stamp = self._seen = _stamp(path)
@@ -148,17 +149,18 @@ class KeyRing:
         reason = "Incorrect API key provided." if given else "No API key provided: send 'Authorization: Bearer KEY'."
         raise ApiError(reason, status=401, code="invalid_api_key", headers={"WWW-Authenticate": "Bearer"})
 
-    def of_tenant(self, tenant: str) -> ApiKey | None:
-        """Return the key whose `tenant` this is; None if it is not in force."""
+    def of_owner(self, owner: str) -> ApiKey | None:
+        """Return the key whose `owner` this is; None if it is not in force."""
         self._check_file()
-        return next((key for key in self._keys if key.tenant == tenant), None)
+        return next((key for key in self._keys if key.owner == owner), None)
 
     def _check_file(self) -> None:
         now = self._clock()
         if self._path is None or now - self._checked_at < _CHECK_S:
             return
         self._checked_at = now
-        stamp, before = _stamp(self._path), self._seen
+        stamp = _stamp(self._path)
+        before = self._seen
         self._seen = stamp
         if stamp == self._stamp or stamp != before:  # at its first sight it may still be being written
             return
@@ -184,7 +186,8 @@ class KeyRing:
             file.close()
             raise
         self._file.close()
-        self._file, self._keys = file, (*self._own, *keys)
+        self._file = file
+        self._keys = (*self._own, *keys)
         logger.info("%d API keys were read from %s", len(keys), path)
 
 
@@ -197,8 +200,8 @@ def _open(path: Path) -> IO[bytes]:
 
 def _parse(content: bytes, path: Path, classes: Collection[str]) -> tuple[ApiKey, ...]:
     try:
-        data = yaml.safe_load(content.decode())
-    except (yaml.YAMLError, UnicodeDecodeError):
+        data = read_yaml(content.decode())
+    except ValueError:  # the error's message may repeat a key
         raise ValueError(f"http.api_keys_file: {path} is neither YAML nor a key on each line") from None
     if isinstance(data, str):
         data = data.split()

@@ -34,7 +34,7 @@ class Loan:
 Unit: TypeAlias = Literal["requests", "tokens", "seconds"]  # of what a minute allows
 
 AskPeers: TypeAlias = Callable[[str, Unit, float], Awaitable[list[Loan]]]
-"""Ask all other ingresses, for a tenant, each to give so many of a unit. Those that do not answer are left out."""
+"""Ask all other ingresses, for an owner, each to give so many of a unit. Those that do not answer are left out."""
 
 
 @dataclass(slots=True)
@@ -108,7 +108,7 @@ class Account:
             return
         running = self.num_running
         if self.share > 1 and running <= most:
-            loans = [] if self.ask_peers is None else await self.ask_peers(self.key.tenant, "requests", 0.0)
+            loans = [] if self.ask_peers is None else await self.ask_peers(self.key.owner, "requests", 0.0)
             silent = self.share - 1 - len(loans)
             running = self.num_running + sum(loan.num_running for loan in loans) + silent * (most // self.share)
         if running > most:
@@ -154,7 +154,7 @@ class Account:
         if self.ask_peers is None or self.clock() < self._ask_at:
             return
         each = amount - bucket.level + bucket.capacity / 2
-        loans = await self.ask_peers(self.key.tenant, unit, each)
+        loans = await self.ask_peers(self.key.owner, unit, each)
         bucket.level += sum(loan.amount for loan in loans)
         if bucket.level < amount - _ROUNDING:
             self._ask_at = self.clock() + ASK_S
@@ -215,7 +215,8 @@ class Account:
 
     def headers(self) -> dict[str, str]:
         """Return OpenAI's headers about the rest of each limit of the key."""
-        now, headers = self.clock(), {}
+        now = self.clock()
+        headers = {}
         limits = (self.key.requests_per_minute, self.key.tokens_per_minute)
         for name, limit, bucket in zip(("requests", "tokens"), limits, (self.requests, self.tokens), strict=True):
             if bucket is not None:
@@ -288,7 +289,8 @@ class Charge:
         """
         if self.account.seconds is not None:
             self.account.seconds.level += self._reserved_s - self.account.price * self._unpaid
-        self._reserved_s, self._unpaid = 0.0, 0
+        self._reserved_s = 0.0
+        self._unpaid = 0
         if self._num_reserved > 0:
             self.account.charge(-self._num_reserved)
         self._num_reserved = 0
@@ -299,7 +301,10 @@ class Charge:
     def hand_over(self) -> "Charge":
         """Return a charge that takes this one's place, for work that goes on after the HTTP request."""
         taken = Charge(self.account, self._num_reserved, self._is_running, self._reserved_s, self._unpaid)
-        self._num_reserved, self._is_running, self._reserved_s, self._unpaid = 0, False, 0.0, 0
+        self._num_reserved = 0
+        self._is_running = False
+        self._reserved_s = 0.0
+        self._unpaid = 0
         return taken
 
     def headers(self) -> dict[str, str]:
@@ -327,12 +332,12 @@ class Ledger:
 
     def account(self, key: ApiKey) -> Account:
         """Return the key's account: a new one after a change of its limits, which does not count running requests."""
-        known = self._accounts.get(key.tenant)
+        known = self._accounts.get(key.owner)
         if known is None or known.key != key:
             if len(self._accounts) >= self._sweep_at:
                 self._accounts = {name: account for name, account in self._accounts.items() if not account.is_idle}
                 self._sweep_at = max(2 * len(self._accounts), _FIRST_SWEEP)
-            known = self._accounts[key.tenant] = Account(key, self._num_ingresses, self._clock, self._ask_peers)
+            known = self._accounts[key.owner] = Account(key, self._num_ingresses, self._clock, self._ask_peers)
         return known
 
 

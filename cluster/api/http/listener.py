@@ -27,7 +27,8 @@ class RareWarnings(logging.Filter):
         self._next: dict[str, float] = {}  # seconds of the clock, by text
 
     def filter(self, record: logging.LogRecord) -> bool:
-        now, text = self._clock(), str(record.msg)
+        now = self._clock()
+        text = str(record.msg)
         if record.levelno != logging.WARNING:
             return True
         if now < self._next.get(text, now):
@@ -52,6 +53,11 @@ class Listener:
         self._listening = listening
         self._connections = connections
         self._serving = serving
+
+    def check(self) -> None:
+        """Raise RuntimeError where the port is not served any more, though this was not asked for."""
+        if self._serving.done() and not self._connections.is_closing:
+            raise RuntimeError("the port is not served any more") from self._serving.exception()
 
     async def close(self, seconds: float) -> bool:
         """Accept no further connection, and wait until every request has its answer, but at most `seconds`.
@@ -83,7 +89,8 @@ class Listener:
         self._server.should_exit = True
 
     def _make_protocol(self) -> asyncio.Protocol:
-        config, state = self._server.config, self._server.server_state
+        config = self._server.config
+        state = self._server.server_state
         return self._connections.protocol(config=config, server_state=state, app_state=self._server.lifespan.state)
 
 

@@ -4,11 +4,11 @@ from typing import Any
 
 from fastapi import Request
 
-from crossdock.cluster.api.http.keys import ApiKey, tenant_of
+from crossdock.cluster.api.http.keys import ApiKey, owner_of
 from crossdock.cluster.api.http.limits import Charge
-from crossdock.cluster.api.http.payers import Payer, Payers
 from crossdock.cluster.api.http.request_memory import RequestMemory
-from crossdock.cluster.api.http.tiers import SLO_CLASS_HEADER
+from crossdock.cluster.api.http.service_tiers import SLO_CLASS_HEADER
+from crossdock.cluster.api.http.tenant_reader import Tenant, TenantReader
 from crossdock.workers.schedule.shares import Shares
 
 
@@ -19,7 +19,7 @@ def own_request(
     slo_class: str | None = None,
     key: ApiKey | None = None,
     account: Charge | None = None,
-    payer: Payer | None = None,
+    tenant: Tenant | None = None,
 ) -> Request:
     """Return a request as the guard passes it on. The caller releases its memory, `state.memory`.
 
@@ -29,10 +29,10 @@ def own_request(
         slo_class: class of the request; None: by its body.
         key: its owner; None: no keys are in use.
         account: of the key.
-        payer: whose share of the replicas' time is used; None: the key's.
+        tenant: whose share of the replicas' time is used; None: the key's.
     """
     names = {"x-request-id": request_id} | ({} if slo_class is None else {SLO_CLASS_HEADER.lower(): slo_class})
     state: dict[str, Any] = {"request_id": request_id, "api_key": key, "account": account}
-    state |= {"memory": RequestMemory(shares, tenant_of(key)), "payer": payer or Payers().of(key, {})}
+    state |= {"memory": RequestMemory(shares, owner_of(key)), "tenant": tenant or TenantReader().of(key, {})}
     headers = [(name.encode(), value.encode()) for name, value in names.items()]
     return Request({"type": "http", "method": "POST", "path": "/", "headers": headers, "state": state})

@@ -23,6 +23,16 @@ def check_no_body(headers: dict[bytes, bytes]) -> None:
         raise ApiError(reason, status=413, code="request_too_large", headers=_CLOSE)
 
 
+def check_coding(headers: dict[bytes, bytes]) -> None:
+    """Raise ApiError 415 for a compressed body: its size would say nothing about that of its content."""
+    coding = headers.get(b"content-encoding", b"").decode("latin-1").strip().lower()
+    if coding not in ("", "identity"):
+        reason = f"Unsupported content encoding {coding[:100]!r}: send the body without compression."
+        raise ApiError(
+            reason, status=415, code="unsupported_media_type", headers={**_CLOSE, "Accept-Encoding": "identity"}
+        )
+
+
 async def read_body(
     headers: dict[bytes, bytes], receive: Receive, max_bytes: int, memory: RequestMemory, *, has_come: bool = False
 ) -> Receive | None:
@@ -40,7 +50,8 @@ async def read_body(
     announced = int(length[:_LENGTH_DIGITS]) if length.isdigit() else 0
     began = asyncio.get_running_loop().time()
     parts: list[bytes] = []
-    size, is_whole = 0, False
+    size = 0
+    is_whole = False
     if announced <= max_bytes:
         memory.announce(announced)
     while max(announced, size) <= max_bytes and not is_whole:

@@ -2,6 +2,7 @@
 
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.heap import LARGE, Heap
+from crossdock.cluster.api.http.json_size import check_json_size
 from crossdock.workers.schedule.shares import Shares
 
 SMALL = 1 << 16  # bytes; a request that holds no more is served however much others hold
@@ -16,7 +17,7 @@ class RequestMemory:
     """The bytes that one request holds, counted until `release`. Owners have shares of the whole."""
 
     def __init__(self, shares: Shares, owner: str) -> None:
-        """`shares`: of all requests. `owner`: the tenant; empty where no keys are in use."""
+        """`shares`: of all requests. `owner`: of the API key; empty where no keys are in use."""
         self._shares = shares
         self._owner = owner
         self._num_bytes = 0
@@ -30,10 +31,17 @@ class RequestMemory:
         self.hold(2 * num_bytes)
         self._num_announced = 2 * num_bytes
 
+    def reserve(self, num_bytes: int) -> None:
+        """Count bytes of which a later `hold` counts the whole. Raises ApiError 429 as `hold` does."""
+        announced = self._num_announced
+        self._num_announced = 0
+        self.hold(num_bytes)
+        self._num_announced = announced + num_bytes
+
     def hold(self, num_bytes: int) -> None:
         """Count bytes more, or take them from those announced.
 
-        Raises ApiError 429 if the requests of the tenant, or all together, hold too much.
+        Raises ApiError 429 if the requests of the owner, or all together, hold too much.
         """
         arrived = min(num_bytes, self._num_announced)
         self._num_announced -= arrived
@@ -47,6 +55,19 @@ class RequestMemory:
             raise ApiError(f"{reason}. {hint}.", status=429, code="request_memory", headers=headers)
         self._shares.take(self._owner, num_bytes)
         self._num_bytes = total
+
+    async def admit(self, content: bytes) -> None:
+        """Count what JSON from outside becomes, before it is parsed: a body, a line of a batch, arguments of calls.
+
+        Every such text goes through here. Raises ApiError 400 for JSON with too many values, and 429 as `hold` does.
+        """
+        num_parts, num_values = await check_json_size(content)
+        self.hold_parsed(content, num_parts, num_values)
+
+    def keep(self, num_bytes: int) -> None:
+        """Count bytes that are there already, such as an answer: to refuse them would free nothing."""
+        self._shares.take(self._owner, num_bytes)
+        self._num_bytes += num_bytes
 
     def hold_parsed(self, body: bytes, num_parts: int, num_values: int) -> None:
         """Count what a body becomes: its text, and the objects around it. Raises ApiError 429 as `hold` does."""
@@ -69,5 +90,6 @@ class RequestMemory:
     def hand_over(self) -> "RequestMemory":
         """Count the bytes for work that goes on after the HTTP request: until the `release` of the object returned."""
         taken = RequestMemory(self._shares, self._owner)
-        taken._num_bytes, self._num_bytes = self._num_bytes, 0
+        taken._num_bytes = self._num_bytes
+        self._num_bytes = 0
         return taken

@@ -22,7 +22,7 @@ from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapProp
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from crossdock.cluster.api.http.http_guard import as_api_error
-from crossdock.cluster.api.http.keys import tenant_of
+from crossdock.cluster.api.http.keys import owner_of
 from crossdock.workers.schedule.shares import Shares
 
 logger = logging.getLogger("ray.serve")
@@ -55,7 +55,7 @@ class Tracing:
     ) -> None:
         """`sample_ratio`: share of the requests that arrive without a trace; a client's own trace decides for itself.
 
-        `timelines` fetches the timelines of a request by its id and tenant. `paths`: the paths to trace.
+        `timelines` fetches the timelines of a request by its id and owner. `paths`: the paths to trace.
         """
         self._app = app
         self._exporter = exporter
@@ -132,22 +132,22 @@ class Tracing:
             if ids and span.get_span_context().trace_flags.sampled:
                 work = partial(self._add_parts, span, state["request_id"], ids)
                 is_chosen_here = not trace.get_current_span(context).get_span_context().is_valid
-                self._spawn(work, None if is_chosen_here else tenant_of(state.get("api_key")))
+                self._spawn(work, None if is_chosen_here else owner_of(state.get("api_key")))
 
-    def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]], tenant: str | None) -> None:
+    def _spawn(self, work: Callable[[], Coroutine[Any, Any, None]], owner: str | None) -> None:
         """Run `work` outside the request's context: Serve would cancel its calls when that client leaves.
 
-        `tenant`: whose trace it is, which has a share of `_MOST_ASKED`. None: this server chose to trace the request.
+        `owner`: whose trace it is, which has a share of `_MOST_ASKED`. None: this server chose to trace the request.
         """
-        if tenant is not None:
-            if not self._asked.room(tenant):
+        if owner is not None:
+            if not self._asked.room(owner):
                 return
-            self._asked.take(tenant, 1)
+            self._asked.take(owner, 1)
         task = contextvars.Context().run(asyncio.get_running_loop().create_task, work())
         self._background.add(task)
         task.add_done_callback(self._forget)
-        if tenant is not None:
-            task.add_done_callback(lambda _: self._asked.release(tenant, 1))
+        if owner is not None:
+            task.add_done_callback(lambda _: self._asked.release(owner, 1))
 
     def _forget(self, task: asyncio.Task[None]) -> None:
         self._background.discard(task)

@@ -116,7 +116,8 @@ def read_clip(data: bytes, sampling: Sampling, most_pixels: int, resize: Resize,
         raise BadPicture("this server reads no files of videos, only their frames (data:video/jpeg;base64,…,…)")
     try:
         with _opened(data, most_pixels) as (container, stream):
-            fps, total = _rate(stream), _count(container, stream)
+            fps = _rate(stream)
+            total = _count(container, stream)
         for _ in range(2):  # some packets, as VP8's, are decoded without a frame: then with as many as there were
             indices = sampling.indices(total, fps)
             with _opened(data, most_pixels) as (container, stream):
@@ -154,9 +155,11 @@ class _Resizer:
 
 
 def _joined_clip(data: bytes, sampling: Sampling, most_pixels: int, resize: Resize, resample: int) -> Clip:
-    files, fps = split_frames(data), sampling.fps or 1.0
+    files = split_frames(data)
+    fps = sampling.fps or 1.0
     indices = sampling.indices(len(files), fps)
-    resized, sizes = _Resizer(len(indices), most_pixels, resize, resample), set[tuple[int, int]]()
+    resized = _Resizer(len(indices), most_pixels, resize, resample)
+    sizes = set[tuple[int, int]]()
     frames = []
     for index in indices:
         try:
@@ -238,7 +241,9 @@ def _sampled(
     container: "InputContainer", stream: "VideoStream", indices: Sequence[int], resized: _Resizer
 ) -> tuple[list[Image.Image], int]:
     """Return the frames at `indices`, as far as there are so many, and how many frames were decoded."""
-    frames, wanted, seen = list[Image.Image](), iter(indices), 0
+    frames = list[Image.Image]()
+    wanted = iter(indices)
+    seen = 0
     index = next(wanted)
     for frame in container.decode(stream):
         if seen == index:

@@ -27,7 +27,7 @@ class Family:
     """A model's way to write a picture."""
 
     written: str  # what the chat template writes for a picture
-    placeholder: str  # the token that stands for one row of the encoder's output
+    placeholder: str  # the token that stands for one embedding token
     placeholder_id: int
     tensors: tuple[str, ...]  # outputs of the image processor that the encoder reads
     tokens_of: Callable[[Outputs], list[str]]  # what replaces `written`: tokens, and text between them
@@ -39,7 +39,8 @@ class Family:
         A run of one special token becomes as many tokens as it is long, whatever stands beside it. So a text with
         single placeholders can be encoded, in a fraction of the time, and each run gets its length afterwards.
         """
-        texts, runs = [], []
+        texts = []
+        runs = []
         for token, same in groupby(self.tokens_of(outputs)):
             count = len(list(same))
             if token == self.placeholder:
@@ -79,7 +80,7 @@ class Checkpoint:
 
     @property
     def placeholder_id(self) -> int:
-        """The token that the model replaces by rows of its encoder."""
+        """The token that the model replaces by embedding tokens of its encoder."""
         found = self.config.get("image_token_id", self.config.get("image_token_index"))
         if not isinstance(found, int):
             raise NoPictures("its config.json names no image token")
@@ -132,7 +133,8 @@ def _idefics(checkpoint: Checkpoint) -> Family:
     length = checkpoint.processor.get("image_seq_len", 169)
 
     def tokens_of(outputs: Outputs) -> list[str]:
-        rows, columns = int(outputs["rows"][0][0]), int(outputs["cols"][0][0])
+        rows = int(outputs["rows"][0][0])
+        columns = int(outputs["cols"][0][0])
         tokens: list[str] = []
         for row in range(1, rows + 1):
             for column in range(1, columns + 1):
@@ -156,7 +158,8 @@ def _qwen(checkpoint: Checkpoint) -> Family:
 
 
 def _llava(checkpoint: Checkpoint) -> Family:
-    image, settings = checkpoint.name(checkpoint.placeholder_id), checkpoint.processor
+    image = checkpoint.name(checkpoint.placeholder_id)
+    settings = checkpoint.processor
     patch = settings.get("patch_size") or checkpoint.vision["patch_size"]
     strategy = settings.get("vision_feature_select_strategy") or checkpoint.config.get("vision_feature_select_strategy")
     others = settings.get("num_additional_image_tokens", 1 if "patch_size" not in settings else 0)
@@ -171,7 +174,8 @@ def _llava(checkpoint: Checkpoint) -> Family:
 
 def _pixtral(checkpoint: Checkpoint) -> Family:
     """Pixtral and Mistral 3: a token ends each row of patches, and another the picture."""
-    image, settings = checkpoint.name(checkpoint.placeholder_id), checkpoint.processor
+    image = checkpoint.name(checkpoint.placeholder_id)
+    settings = checkpoint.processor
     between, end = checkpoint.known(
         settings.get("image_break_token", "[IMG_BREAK]"), settings.get("image_end_token", "[IMG_END]")
     )

@@ -69,10 +69,10 @@ class PictureFetcher:
         self._file_threads = ThreadPoolExecutor(_MOST_READS, "picture-files")
         self._tls = httpx.create_ssl_context(trust_env=False) if hosts else None  # 50 ms each, so one for all
 
-    async def fetch(self, picture: Picture, tenant: str = "") -> bytes:
+    async def fetch(self, picture: Picture, owner: str = "") -> bytes:
         """Return the bytes of a picture's file. Raises ApiError, which names the part.
 
-        `tenant`: whose picture this is. Tenants take turns; no tenant and no host gets all fetches.
+        `owner`: whose picture this is. Owners take turns; no owner and no host gets all fetches.
         """
         scheme = picture.url[:16].partition(":")[0].lower()
         if scheme == "data":
@@ -80,15 +80,15 @@ class PictureFetcher:
         if len(picture.url) > _MOST_URL_CHARS:
             raise wrong(picture.param, f"its URL has more than {_MOST_URL_CHARS} characters")
         if scheme in ("http", "https"):
-            return await self._from_host(picture, tenant)
+            return await self._from_host(picture, owner)
         if scheme == "file":
-            await self._file_turns.acquire(tenant)
+            await self._file_turns.acquire(owner)
             try:
                 reading = asyncio.get_running_loop().run_in_executor(self._file_threads, self._from_file, picture)
             except RuntimeError:  # no thread could be started
-                self._file_turns.release(tenant)
+                self._file_turns.release(owner)
                 raise
-            self._file_turns.release_after(reading, tenant)
+            self._file_turns.release_after(reading, owner)
             return await asyncio.shield(reading)
         raise wrong(picture.param, "its URL must begin with data:, https: or http:")
 
@@ -114,13 +114,13 @@ class PictureFetcher:
             raise wrong(picture.param, "its data URL is not base64") from None
         return self._checked(data, picture)
 
-    async def _from_host(self, picture: Picture, tenant: str) -> bytes:
+    async def _from_host(self, picture: Picture, owner: str) -> bytes:
         if not self._hosts:
             reason = f"this server fetches nothing from URLs; send it as a data URL ({_EXAMPLES[picture.kind]})"
             raise wrong(picture.param, reason)
         url = self._checked_url(picture.url, picture)
         host = _host(url)
-        await self._turns.acquire(tenant, host)
+        await self._turns.acquire(owner, host)
         lookups = list[asyncio.Future[Sequence[str]]]()
         try:
             async with asyncio.timeout(self._timeout_s):
@@ -133,7 +133,7 @@ class PictureFetcher:
             raise wrong(picture.param, "it cannot be fetched: its host does not answer as expected") from None
         finally:
             # A lookup that has begun cannot be stopped: its thread counts as a fetch to its end.
-            self._turns.release_after(asyncio.gather(*lookups, return_exceptions=True), tenant, host)
+            self._turns.release_after(asyncio.gather(*lookups, return_exceptions=True), owner, host)
 
     async def _follow(self, url: httpx.URL, picture: Picture, lookups: "list[asyncio.Future[Sequence[str]]]") -> bytes:
         """Fetch a URL, and what it redirects to. Every URL on the way is checked like the first.
@@ -197,7 +197,8 @@ class PictureFetcher:
         length = answer.headers.get("content-length", "")
         if length.isdigit() and int(length) > self._most_bytes:
             raise self._too_large(picture)
-        parts, num_bytes = [], 0
+        parts = []
+        num_bytes = 0
         async for part in answer.aiter_raw():
             num_bytes += len(part)
             if num_bytes > self._most_bytes:

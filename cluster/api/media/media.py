@@ -22,8 +22,7 @@ from crossdock.cluster.api.media.memory import PictureMemory
 from crossdock.cluster.api.media.processes import PictureProcesses, PicturesBusy, ReadyPicture, UnusablePicture
 from crossdock.cluster.api.media.request_sizes import KINDS, PART_OF_VIDEOS, RequestSizes
 from crossdock.cluster.api.media.video_families import read_video_family
-from crossdock.workers.schedule.pictures.frames import divide_frames
-from crossdock.workers.schedule.pictures.items import Item
+from crossdock.workers.schedule.request.items import Item, divide_frames
 from crossdock.workers.schedule.shares import Shares
 
 _MOST_WAITING = 256  # pictures of one ingress that are being processed or wait for that; so many videos, too
@@ -34,7 +33,7 @@ _SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0)
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """How the chat template writes a picture or a video, and the token that stands for one row of it."""
+    """How the chat template writes a picture or a video, and the token that stands for one embedding token of it."""
 
     written: str
     token: str
@@ -129,7 +128,8 @@ class Media:
         the model does not see.
         """
         for kind in KINDS:
-            own, most = [picture for picture in pictures if picture.kind == kind], self._limits.most(kind)
+            own = [picture for picture in pictures if picture.kind == kind]
+            most = self._limits.most(kind)
             if own and kind not in self.places:
                 raise wrong(own[0].param, f"videos cannot be used: {self.why_no_videos}")
             if len(own) > most:
@@ -137,27 +137,27 @@ class Media:
                 raise wrong(own[most].param, reason)
 
     async def prepare(
-        self, pictures: Sequence[Picture], most_rows: int | None = None, *, salt: str, tenant: str = ""
+        self, pictures: Sequence[Picture], most_embedding_tokens: int | None = None, *, salt: str, owner: str = ""
     ) -> list[ReadyPicture]:
         """Return the pictures as the model's encoder reads them. Raises ApiError, which names the part at fault.
 
         Args:
             pictures: those of one request, which `check` has accepted.
-            most_rows: of all together, as many as the context has tokens. The first picture that is too much ends the
-                work on all others. None: the prompt is only counted.
+            most_embedding_tokens: of all pictures together: the tokens of the context. The first picture that is too
+                much ends the work on all others. None: the prompt is only counted.
             salt: only requests with the same one share processed pictures. Otherwise the response time would show that
-                another tenant has sent a picture.
-            tenant: whose pictures these are. Tenants take turns, and each has a share of the memory and of the places
+                another owner has sent a picture.
+            owner: whose pictures these are. Owners take turns, and each has a share of the memory and of the places
                 to wait. Empty where no keys are in use.
         """
         self._metrics.counts.observe(len(pictures))
         refused: ApiError | None = None
-        sizes = RequestSizes(most_rows, self._limits.memory_bytes)
+        sizes = RequestSizes(most_embedding_tokens, self._limits.memory_bytes)
 
         async def prepared(picture: Picture) -> ReadyPicture:
-            data = await self._fetcher.fetch(picture, tenant)
+            data = await self._fetcher.fetch(picture, owner)
             sizes.add_file(data, picture)
-            ready = await self._prepared(data, picture, salt, tenant)
+            ready = await self._prepared(data, picture, salt, owner)
             sizes.add(ready, picture)
             return ready
 
@@ -197,32 +197,32 @@ class Media:
         """Return the token that stands for one row, by the kind of item that has it."""
         return {kind: place.token_id for kind, place in self.places.items()}
 
-    async def _prepared(self, data: bytes, picture: Picture, salt: str, tenant: str) -> ReadyPicture:
+    async def _prepared(self, data: bytes, picture: Picture, salt: str, owner: str) -> ReadyPicture:
         try:
-            self._kept.make_room(len(data), tenant)
+            self._kept.make_room(len(data), owner)
             with ExitStack() as counted:
-                counted.enter_context(self._memory.file(data, tenant))
+                counted.enter_context(self._memory.file(data, owner))
                 key = await asyncio.to_thread(_key, data, picture, salt)
                 if (found := self._kept.get(key)) is not None:
                     self._metrics.hits.inc()
                     return found
                 if picture.kind == "video":  # videos are slow: those that wait leave room for pictures
-                    counted.enter_context(self._waiting_videos.file(data, tenant))
-                return await self._processed(key, data, picture, tenant)
+                    counted.enter_context(self._waiting_videos.file(data, owner))
+                return await self._processed(key, data, picture, owner)
         except UnusablePicture as error:
             raise wrong(picture.param, str(error)) from None
         except PicturesBusy as error:
             raise _busy(picture, str(error)) from None
 
-    async def _processed(self, key: bytes, data: bytes, picture: Picture, tenant: str) -> ReadyPicture:
+    async def _processed(self, key: bytes, data: bytes, picture: Picture, owner: str) -> ReadyPicture:
         """Process a picture, or wait for another request that does. The work ends when none waits for it any more."""
         work = self._running.get(key)
         if work is None:
-            self._check_place(picture.kind, tenant)
-            self._places[picture.kind].take(tenant, 1)
-            work = _Work(asyncio.create_task(self._process(key, data, picture, tenant)))
+            self._check_place(picture.kind, owner)
+            self._places[picture.kind].take(owner, 1)
+            work = _Work(asyncio.create_task(self._process(key, data, picture, owner)))
             self._running[key] = work
-            work.task.add_done_callback(partial(self._end, key, work, picture.kind, tenant))
+            work.task.add_done_callback(partial(self._end, key, work, picture.kind, owner))
         else:
             self._metrics.hits.inc()
         work.num_waiting += 1
@@ -234,28 +234,28 @@ class Media:
                 work.task.cancel()
                 self._running.pop(key)
 
-    def _check_place(self, kind: Kind, tenant: str) -> None:
-        """Raise PicturesBusy where too many wait, of all tenants or of this one."""
+    def _check_place(self, kind: Kind, owner: str) -> None:
+        """Raise PicturesBusy where too many wait, of all owners or of this one."""
         if self._places[kind].room("") < 1:
             raise PicturesBusy(f"{_MOST_WAITING} {KINDS[kind]} wait already")
-        if self._places[kind].room(tenant) < 1:
+        if self._places[kind].room(owner) < 1:
             raise PicturesBusy(f"the {KINDS[kind]} of this API key that wait have its share of {_MOST_WAITING} places")
 
-    async def _process(self, key: bytes, data: bytes, picture: Picture, tenant: str) -> ReadyPicture:
+    async def _process(self, key: bytes, data: bytes, picture: Picture, owner: str) -> ReadyPicture:
         started = time.monotonic()
         asked: dict[str, Any] = {"data": data, "detail": picture.detail}
         if picture.reading is not None:
             asked["sampling"] = picture.reading.model_dump()
-        ready = await self._processes[picture.kind].prepare(asked, tenant)
+        ready = await self._processes[picture.kind].prepare(asked, owner)
         self._metrics.seconds.observe(time.monotonic() - started)
-        self._kept.make_room(ready.num_bytes, tenant)
-        self._memory.add(ready, tenant)
-        self._kept.keep(key, ready, tenant)
+        self._kept.make_room(ready.num_bytes, owner)
+        self._memory.add(ready, owner)
+        self._kept.keep(key, ready, owner)
         return ready
 
-    def _end(self, key: bytes, work: "_Work", kind: Kind, tenant: str, task: "asyncio.Task[ReadyPicture]") -> None:
+    def _end(self, key: bytes, work: "_Work", kind: Kind, owner: str, task: "asyncio.Task[ReadyPicture]") -> None:
         """Remove work that has ended. Its error may have no reader left."""
-        self._places[kind].release(tenant, 1)
+        self._places[kind].release(owner, 1)
         if self._running.get(key) is work:
             del self._running[key]
         if not task.cancelled():
@@ -308,15 +308,19 @@ def place(
             raise ValueError("the prompt has more placeholders than its pictures, or fewer")
     position = 0
     for picture in pictures:
-        token_id, runs = placeholders[picture.kind], list[tuple[int, int]]()
+        token_id = placeholders[picture.kind]
+        runs = list[tuple[int, int]]()
         for run in picture.runs:
             at = token_ids.index(token_id, position)
             result += token_ids[position:at]
             runs.append((len(result), run))
             result += [token_id] * run
             position = at + 1
-        start, tensors = runs[0][0], picture.tensors
-        item = Item(start, len(result) - start, picture.num_rows, picture.kind, picture.content_hash, tensors)
+        start = runs[0][0]
+        tensors = picture.tensors
+        item = Item(
+            start, len(result) - start, picture.num_embedding_tokens, picture.kind, picture.content_hash, tensors
+        )
         items += divide_frames(item, runs)
     result += token_ids[position:]
     return result, items

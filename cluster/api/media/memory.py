@@ -21,35 +21,35 @@ class PictureMemory:
         """Return the bytes in use."""
         return self._counted().num_used
 
-    def lacks(self, num_bytes: int, tenant: str = "", *, kept: int = 0, kept_of_tenant: int = 0) -> bool:
-        """Return whether `num_bytes` more are too many for a tenant.
+    def lacks(self, num_bytes: int, owner: str = "", *, kept: int = 0, kept_of_owner: int = 0) -> bool:
+        """Return whether `num_bytes` more are too many for an owner.
 
-        `kept`: bytes of kept pictures that could be dropped first: of all tenants, and of this one.
+        `kept`: bytes of kept pictures that could be dropped first: of all owners, and of this one.
         """
-        return num_bytes > self._counted().room(tenant, freed=kept, freed_of_owner=kept_of_tenant)
+        return num_bytes > self._counted().room(owner, freed=kept, freed_of_owner=kept_of_owner)
 
     @contextmanager
-    def file(self, data: bytes, tenant: str = "") -> Iterator[None]:
+    def file(self, data: bytes, owner: str = "") -> Iterator[None]:
         """Count a file while it waits and is processed. Raises PicturesBusy where there is no memory for it."""
-        self._check(len(data), tenant)
-        self._shares.take(tenant, len(data))
+        self._check(len(data), owner)
+        self._shares.take(owner, len(data))
         try:
             yield
         finally:
-            self._shares.release(tenant, len(data))
+            self._shares.release(owner, len(data))
 
-    def add(self, ready: ReadyPicture, tenant: str = "") -> None:
+    def add(self, ready: ReadyPicture, owner: str = "") -> None:
         """Count a picture until its tensors are dropped. Raises PicturesBusy where there is no memory for it."""
-        self._check(ready.num_bytes, tenant)
+        self._check(ready.num_bytes, owner)
         for tensor in ready.tensors.values():
-            self._shares.take(tenant, tensor.nbytes)
-            weakref.finalize(tensor, self._freed.append, (tenant, tensor.nbytes)).atexit = False
+            self._shares.take(owner, tensor.nbytes)
+            weakref.finalize(tensor, self._freed.append, (owner, tensor.nbytes)).atexit = False
 
-    def _check(self, num_bytes: int, tenant: str) -> None:
-        """Raise PicturesBusy, which says whether the whole memory lacks so many bytes or the tenant's share does."""
+    def _check(self, num_bytes: int, owner: str) -> None:
+        """Raise PicturesBusy, which says whether the whole memory lacks so many bytes or the owner's share does."""
         if self.lacks(num_bytes):
             raise PicturesBusy("the pictures and videos of running requests take all memory for these")
-        if self.lacks(num_bytes, tenant):
+        if self.lacks(num_bytes, owner):
             raise PicturesBusy("the pictures and videos of this API key take its share of the memory for these")
 
     def _counted(self) -> Shares:

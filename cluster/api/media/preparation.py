@@ -16,9 +16,10 @@ from PIL import Image
 from crossdock.cluster.api.media.clips import Sampling, load_decoders, read_clip, trial_file
 from crossdock.cluster.api.media.decoding import BadPicture, decode, load_formats
 from crossdock.cluster.api.media.families import Family, Json, Outputs, read_family
+from crossdock.cluster.api.media.processor_fields import reasons, reasons_of_videos
 from crossdock.cluster.api.media.sent_frames import join_frames
 from crossdock.cluster.api.media.video_families import read_video_family
-from crossdock.workers.schedule.pictures.items import LEVELS, PIXELS, with_levels
+from crossdock.workers.schedule.request.items import LEVELS, PIXELS, with_levels
 
 _MOST_REASON_CHARS = 200
 _BYTES_ALONE = {"do_rescale": False, "do_normalize": False}
@@ -29,19 +30,25 @@ class Preparation:
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """`settings`: see `PictureProcesses`."""
-        folder, names = Path(settings["folder"]), _names(settings)
+        folder = Path(settings["folder"])
+        names = _names(settings)
+        self._folder = folder
         self._family: Family = read_family(folder, names)
         self._processor = _FrameProcessor(folder, {**self._family.arguments, **settings["arguments"]})
         self._without = {**self._family.arguments}
         self._most_pixels = settings["most_pixels"]
 
     def tried(self) -> dict[str, Any]:
-        """Prepare a small picture. Returns `is_ready`, or `wrong_arguments`, or `unsupported` with the reason."""
+        """Prepare a small picture. Returns `is_ready`, or `wrong_arguments`, or `unsupported` with the reason.
+
+        `passed_over` has a sentence for each field of the processor's files that is not followed.
+        """
         asked = {"data": _file(_noise()), "detail": "auto"}
         reason = self._why_not(asked)
         if not reason:
-            return {"is_ready": True}
-        given, self._processor = self._processor, self._processor.with_arguments(self._without)
+            return {"is_ready": True, "passed_over": list(reasons(self._folder, self._processor.made))}
+        given = self._processor
+        self._processor = self._processor.with_arguments(self._without)
         try:
             return {"unsupported" if self._why_not(asked) else "wrong_arguments": reason}
         finally:
@@ -67,6 +74,7 @@ class VideoPreparation:
     def __init__(self, settings: Mapping[str, Any]) -> None:
         """`settings`: see `PictureProcesses`."""
         folder = Path(settings["folder"])
+        self._folder = folder
         self._video = read_video_family(folder, _names(settings), settings["arguments"])
         self._processor = _FrameProcessor(folder, self._video.family.arguments)
         self._most_pixels = settings["most_pixels"]
@@ -74,7 +82,7 @@ class VideoPreparation:
         self._reads_files = load_decoders()  # before a child, which may open no file, not even to import
 
     def tried(self) -> dict[str, Any]:
-        """Prepare a small video. Returns `is_ready`, or `unsupported` with the reason."""
+        """Prepare a small video. Returns `is_ready` with `passed_over`, as of pictures, or `unsupported`: a reason."""
         try:
             self._processor.measure(_noise())
             self({"data": join_frames([_file(_noise())] * 2)})
@@ -82,7 +90,7 @@ class VideoPreparation:
                 self({"data": trial_file(_noise())})
         except Exception as error:  # transformers raises errors of many kinds
             return {"unsupported": f"{type(error).__name__}: {error}"[:_MOST_REASON_CHARS]}
-        return {"is_ready": True}
+        return {"is_ready": True, "passed_over": list(reasons_of_videos(self._folder, self._processor.made))}
 
     def __call__(self, asked: Mapping[str, Any]) -> dict[str, Any]:
         """Return the encoder's tensors for a video, and what replaces it in the prompt."""
@@ -105,10 +113,16 @@ class _FrameProcessor:
         self._arguments = {**arguments, "return_tensors": "np"}
         self.levels: NDArray[np.float32] | None = None
 
+    @property
+    def made(self) -> Any:
+        """The image processor of transformers."""
+        return self._processor
+
     def with_arguments(self, arguments: Json) -> "_FrameProcessor":
         """Return a copy of the processor with other arguments."""
         other = copy(self)
-        other._arguments, other.levels = {**arguments, "return_tensors": "np"}, None
+        other._arguments = {**arguments, "return_tensors": "np"}
+        other.levels = None
         return other
 
     def measure(self, image: Image.Image) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import logging
 import queue
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -16,6 +17,8 @@ from crossdock.cluster.api.media.turns import Turns
 from crossdock.workers.sandbox.interruption import Interruption
 from crossdock.workers.sandbox.limited_child import Limits
 from crossdock.workers.sandbox.sandbox import Sandbox, SandboxBusy, SandboxInterrupted
+
+logger = logging.getLogger(__name__)
 
 LIMITS = {  # of one picture or video: 32 million pixels take 2 s, a frame of 1080 lines about 7 ms
     "image": Limits(cpu_seconds=8.0, wall_seconds=20.0, memory_bytes=2 << 30),
@@ -50,8 +53,8 @@ class ReadyPicture:
     kind: str = "image"  # of the item: which of the encoder's methods takes it
 
     @property
-    def num_rows(self) -> int:
-        """Return how many rows of the encoder's output stand for the picture."""
+    def num_embedding_tokens(self) -> int:
+        """Return how many embedding tokens stand for the picture."""
         return sum(self.runs)
 
     @property
@@ -82,7 +85,7 @@ class PictureProcesses:
             self._all.append(process)
             self._idle.put(process)
         self._threads = ThreadPoolExecutor(_PROCESSES, "pictures")
-        # Videos are slow: a tenant's never take both processes.
+        # Videos are slow: an owner's never take both processes.
         self._turns = Turns(_PROCESSES, leaves_some=settings["kind"] == "video")
 
     def wait_until_ready(self) -> None:
@@ -98,32 +101,34 @@ class PictureProcesses:
             raise NoPictures((answer or {}).get("unsupported", "its image processor cannot be started"))
         if reason := answer.get("wrong_arguments"):
             raise ValueError(f"http.mm_processor_kwargs: the image processor refuses them: {reason}")
+        for reason in answer.get("passed_over", ()):
+            logger.warning("%s", reason)
 
     @property
     def pids(self) -> list[int]:
         """Return the ids of the processes that run."""
         return [process.pid for process in self._all if process.pid is not None]
 
-    async def prepare(self, asked: Mapping[str, Any], tenant: str = "") -> ReadyPicture:
+    async def prepare(self, asked: Mapping[str, Any], owner: str = "") -> ReadyPicture:
         """Return a picture as the encoder reads it. Where the caller is cancelled, the work on the picture ends.
 
-        `asked`: `data`, the file; `detail` of a picture; `sampling` of a video, where it is not the server's. `tenant`:
+        `asked`: `data`, the file; `detail` of a picture; `sampling` of a video, where it is not the server's. `owner`:
         whose picture this is.
 
         Raises:
             UnusablePicture: the file is no picture, or beyond the limits.
             PicturesBusy: there is no answer.
         """
-        await self._turns.acquire(tenant)
+        await self._turns.acquire(owner)
         try:
             interruption, future = self._begin(asked)
         except OSError as error:
-            self._turns.release(tenant)
+            self._turns.release(owner)
             raise PicturesBusy("this server has too many open files") from error
         except RuntimeError as error:
-            self._turns.release(tenant)
+            self._turns.release(owner)
             raise PicturesBusy("this server ends") from error
-        self._turns.release_after(future, tenant)
+        self._turns.release_after(future, owner)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
@@ -164,7 +169,7 @@ class PictureProcesses:
 def as_ready(answer: Mapping[str, Any]) -> ReadyPicture:
     """Return a picture as its process has answered.
 
-    The hash is computed here: a process that was taken over could name another tenant's picture.
+    The hash is computed here: a process that was taken over could name another owner's picture.
     """
     tensors = {
         name: np.frombuffer(body, np.dtype(kind)).reshape(shape)

@@ -8,7 +8,7 @@ from crossdock.cluster.api.media.processes import ReadyPicture
 
 KINDS: Mapping[Kind, str] = {"image": "pictures", "video": "videos"}
 PART_OF_VIDEOS = 2  # files of videos that wait may take the memory for pictures divided by this
-_PART_OF_ONE = 2  # the share of a tenant that is alone; a request that needs more would never find it free
+_PART_OF_ONE = 2  # the share of an owner that is alone; a request that needs more would never find it free
 _HINTS: Mapping[Kind, str] = {
     "image": "Use smaller pictures, or 'detail': 'low'.",
     "video": "Use smaller videos, or send fewer frames of them as data:video/jpeg.",
@@ -18,12 +18,12 @@ _HINTS: Mapping[Kind, str] = {
 class RequestSizes:
     """Counts what the pictures of a request have taken so far, within bounds."""
 
-    def __init__(self, most_rows: int | None, memory_bytes: int) -> None:
-        """`most_rows`: as many as the context has tokens; None: any number. `memory_bytes`: of all requests."""
-        self._most_rows = most_rows
+    def __init__(self, most_embedding_tokens: int | None, memory_bytes: int) -> None:
+        """`most_embedding_tokens`: the tokens of the context; None: any number. `memory_bytes`: of all requests."""
+        self._most_embedding_tokens = most_embedding_tokens
         self._most_bytes = memory_bytes // _PART_OF_ONE
         self._most_video_bytes = memory_bytes // PART_OF_VIDEOS // _PART_OF_ONE
-        self._rows = self._bytes = self._video_bytes = 0
+        self._num_tokens = self._bytes = self._video_bytes = 0
 
     def add_file(self, data: bytes, picture: Picture) -> None:
         """Count a file. Raises ApiError where all are too large."""
@@ -36,10 +36,12 @@ class RequestSizes:
 
     def add(self, ready: ReadyPicture, picture: Picture) -> None:
         """Count a processed picture. Raises ApiError where all together are too large."""
-        self._rows += ready.num_rows
-        if self._most_rows is not None and self._rows > self._most_rows:
-            kind, hint = KINDS[picture.kind], _HINTS[picture.kind]
-            reason = f"the {kind} have at least {self._rows} tokens; this model's context has {self._most_rows}"
+        self._num_tokens += ready.num_embedding_tokens
+        if self._most_embedding_tokens is not None and self._num_tokens > self._most_embedding_tokens:
+            kind = KINDS[picture.kind]
+            hint = _HINTS[picture.kind]
+            most = self._most_embedding_tokens
+            reason = f"the {kind} have at least {self._num_tokens} tokens; this model's context has {most}"
             text = f"Invalid value for '{picture.param}': {reason}. {hint}"
             raise ApiError(text, param=picture.param, code="context_length_exceeded")
         self._add_bytes(ready.num_bytes, picture)

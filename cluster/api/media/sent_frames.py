@@ -14,7 +14,8 @@ def join_frames(frames: Sequence[bytes]) -> bytes:
 
 def split_frames(data: bytes) -> list[bytes]:
     """Return the pictures that `join_frames` has joined."""
-    frames, at = list[bytes](), len(MAGIC)
+    frames = list[bytes]()
+    at = len(MAGIC)
     while at < len(data):
         end = at + 4 + int.from_bytes(data[at : at + 4], "little")
         frames.append(data[at + 4 : end])

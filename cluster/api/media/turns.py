@@ -10,81 +10,81 @@ _Waiting: TypeAlias = "OrderedDict[str, deque[asyncio.Future[None]]]"  # by host
 
 
 class Turns:
-    """Slots that tenants take in turns: a hundred pictures of one tenant delay another's by one. For one event loop."""
+    """Slots that owners take in turns: a hundred pictures of one owner delay another's by one. For one event loop."""
 
     def __init__(self, num_slots: int, *, leaves_some: bool = False) -> None:
-        """`leaves_some`: a tenant has a share, so that others find some free; and so has a host within a tenant's."""
-        self._tenants = Shares(num_slots)
-        self._of_host: Counter[tuple[str, str]] = Counter()  # slots, by tenant and host
+        """`leaves_some`: an owner has a share, so that others find some free; and so has a host within an owner's."""
+        self._owners = Shares(num_slots)
+        self._of_host: Counter[tuple[str, str]] = Counter()  # slots, by owner and host
         self._leaves_some = leaves_some
-        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()  # by tenant, the next one first
+        self._waiting: OrderedDict[str, _Waiting] = OrderedDict()  # by owner, the next one first
 
-    async def acquire(self, tenant: str, host: str = "") -> None:
+    async def acquire(self, owner: str, host: str = "") -> None:
         """Wait for a slot. `host`: whose answer the work waits for, if any."""
-        if self._may_take(tenant, host):  # then none that waits may: it would have the slot
-            self._take(tenant, host)
+        if self._may_take(owner, host):  # then none that waits may: it would have the slot
+            self._take(owner, host)
             return
         future = asyncio.get_running_loop().create_future()
-        self._waiting.setdefault(tenant, OrderedDict()).setdefault(host, deque()).append(future)
+        self._waiting.setdefault(owner, OrderedDict()).setdefault(host, deque()).append(future)
         try:
             await future
         except asyncio.CancelledError:
             if future.cancelled():
-                self._forget(tenant, host, future)
+                self._forget(owner, host, future)
             else:  # the slot was given to a caller that has left
-                self.release(tenant, host)
+                self.release(owner, host)
             raise
 
-    def release(self, tenant: str, host: str = "") -> None:
+    def release(self, owner: str, host: str = "") -> None:
         """Give a slot back, and give free slots to waiting work that may have them now."""
-        self._tenants.release(tenant, 1)
-        self._of_host[tenant, host] -= 1
-        if not self._of_host[tenant, host]:
-            del self._of_host[tenant, host]
+        self._owners.release(owner, 1)
+        self._of_host[owner, host] -= 1
+        if not self._of_host[owner, host]:
+            del self._of_host[owner, host]
         while (found := self._next()) is not None:
             if not found[2].done():
                 self._take(*found[:2])
                 found[2].set_result(None)
 
-    def release_after(self, work: "asyncio.Future[Any]", tenant: str, host: str = "") -> None:
+    def release_after(self, work: "asyncio.Future[Any]", owner: str, host: str = "") -> None:
         """Release a slot when work ends that cannot be stopped. The error of a caller that has left has no reader."""
 
         def release(ended: "asyncio.Future[Any]") -> None:
-            self.release(tenant, host)
+            self.release(owner, host)
             if not ended.cancelled():
                 ended.exception()
 
         work.add_done_callback(release)
 
-    def _may_take(self, tenant: str, host: str) -> bool:
-        room = self._tenants.room(tenant if self._leaves_some else "")
-        used = self._of_host[tenant, host] if host else 0
+    def _may_take(self, owner: str, host: str) -> bool:
+        room = self._owners.room(owner if self._leaves_some else "")
+        used = self._of_host[owner, host] if host else 0
         return room >= 1 and (not used or used + 1 <= room - 1)
 
-    def _take(self, tenant: str, host: str) -> None:
-        self._tenants.take(tenant, 1)
-        self._of_host[tenant, host] += 1
+    def _take(self, owner: str, host: str) -> None:
+        self._owners.take(owner, 1)
+        self._of_host[owner, host] += 1
 
     def _next(self) -> "tuple[str, str, asyncio.Future[None]] | None":
-        """Remove and return the next waiting work that may have a slot. Its tenant is then the last in turn."""
-        for tenant, hosts in self._waiting.items():
+        """Remove and return the next waiting work that may have a slot. Its owner is then the last in turn."""
+        for owner, hosts in self._waiting.items():
             for host, futures in hosts.items():
-                if self._may_take(tenant, host):
+                if self._may_take(owner, host):
                     future = futures[0]
-                    if not future.done():  # one that has just left costs its tenant no turn
-                        self._waiting.move_to_end(tenant)
+                    if not future.done():  # one that has just left costs its owner no turn
+                        self._waiting.move_to_end(owner)
                         hosts.move_to_end(host)
-                    self._forget(tenant, host, future)
-                    return tenant, host, future
+                    self._forget(owner, host, future)
+                    return owner, host, future
         return None
 
-    def _forget(self, tenant: str, host: str, future: "asyncio.Future[None]") -> None:
-        """Remove work that still waits, so that its tenant does not lose a turn."""
-        futures = self._waiting.get(tenant, OrderedDict()).get(host, deque())
+    def _forget(self, owner: str, host: str, future: "asyncio.Future[None]") -> None:
+        """Remove work that still waits, so that its owner does not lose a turn."""
+        futures = self._waiting.get(owner, OrderedDict()).get(host, deque())
         if future not in futures:
             return
         futures.remove(future)
         if not futures:
-            del self._waiting[tenant][host]
-        if not self._waiting[tenant]:
-            del self._waiting[tenant]
+            del self._waiting[owner][host]
+        if not self._waiting[owner]:
+            del self._waiting[owner]

@@ -51,7 +51,8 @@ def read_video_family(folder: Path, names: Mapping[int, str], arguments: Json) -
     checkpoint = Checkpoint.read(folder, names)
     writing = checkpoint.family.video
     if writing is None:
-        kind, known = checkpoint.config.get("model_type"), (name for name, own in PICTURE_FAMILIES.items() if own.video)
+        kind = checkpoint.config.get("model_type")
+        known = (name for name, own in PICTURE_FAMILIES.items() if own.video)
         raise NoPictures(f"videos of models of the type {kind} are not supported; {', '.join(known)} see videos")
     settings = {**checkpoint.video_processor, **{name: arguments[name] for name in _OF_FRAMES if name in arguments}}
     return _WRITINGS[writing](checkpoint, settings)
@@ -118,8 +119,10 @@ def _qwen3(checkpoint: Checkpoint, settings: Json) -> VideoFamily:
         factor = patches.side * patches.merged
         if min(height, width) < factor:
             grow = max(factor / height, factor / width)
-            height, width = int(height * grow), int(width * grow)
-        least, most = size["shortest_edge"], size["longest_edge"]
+            height = int(height * grow)
+            width = int(width * grow)
+        least = size["shortest_edge"]
+        most = size["longest_edge"]
         num_frames = max(num_frames, patches.depth)
         rows, columns = _smart_size(height, width, factor, least, most, num_frames, patches.depth)
         return columns, rows
@@ -154,7 +157,8 @@ class _Patches:
     @classmethod
     def of(cls, settings: Json, side: int) -> "_Patches":
         """Read the sizes of patches from a model's settings. `side`: used where the settings name none."""
-        depth, merged = settings.get("temporal_patch_size", 2), settings.get("merge_size", 2)
+        depth = settings.get("temporal_patch_size", 2)
+        merged = settings.get("merge_size", 2)
         return cls(settings.get("patch_size", side), depth, merged)
 
     def join(self, frames: Sequence[Outputs]) -> dict[str, Any]:
@@ -228,7 +232,8 @@ def _smolvlm(checkpoint: Checkpoint, settings: Json) -> VideoFamily:
         return {**joined, "seconds": clip.timestamps, "duration": int(clip.total / clip.fps)}
 
     def tokens_of(outputs: Outputs) -> list[str]:
-        count, duration = number_in_words(len(outputs["seconds"])), timedelta(seconds=outputs["duration"])
+        count = number_in_words(len(outputs["seconds"]))
+        duration = timedelta(seconds=outputs["duration"])
         text = f"You are provided the following series of {count} frames from a {duration} [H:MM:SS] video.\n"
         tokens = list[str]()
         for second in outputs["seconds"]:

@@ -41,7 +41,8 @@ class Chats:
     async def create(self, request: Request, body: ChatCompletionRequest) -> Response:
         body = body.with_usage() if self._forces_usage else body
         begun = await self._conversations.begin(request, body)
-        generation, messages = begun.generation, begun.messages
+        generation = begun.generation
+        messages = begun.messages
         writer = LogprobWriter(self._tokenizer, as_ids=body.return_tokens_as_token_ids)
         if body.stream:
             return await event_stream(self._events(body, generation, writer, messages))
@@ -91,14 +92,17 @@ class Chats:
     ) -> AsyncGenerator[bytes, None]:
         head = generation.head("chatcmpl", "chat.completion.chunk")
         events = AnswerEvents(head, is_chat=True, include_usage=body.includes_usage)
-        has_begun, repeats_usage = False, body.repeats_usage
+        has_begun = False
+        repeats_usage = body.repeats_usage
         clock = asyncio.get_running_loop().time
         shown_at = clock()
 
         def plain_event(output: Output) -> bytes:
             """Return the event of an output; empty if it adds nothing, unless the stream has been silent for long."""
             nonlocal shown_at
-            message, now, event = messages[output.index], clock(), b""
+            message = messages[output.index]
+            now = clock()
+            event = b""
             delta = message.delta(output.texts, output.finish_reason)
             usage = _usage_of(generation, output, [message]) if repeats_usage else None
             if delta.keys() == {"content"}:
@@ -162,7 +166,8 @@ class Chats:
         if body.return_token_ids:
             fields = await long_json({"prompt_token_ids": generation.choices[0].prompt.token_ids})
         for choice in generation.choices:
-            role, usage = _role(choice.index), _usage_of(generation, Output(choice.index))
+            role = _role(choice.index)
+            usage = _usage_of(generation, Output(choice.index))
             yield events.first_choice(fields, role, usage) if fields else events.written_choice(role, usage)
             fields = b""
         if text := _echoed(body):

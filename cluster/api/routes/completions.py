@@ -13,11 +13,12 @@ from crossdock.cluster.api.bounds import OUTPUTS
 from crossdock.cluster.api.errors import ApiError, to_json
 from crossdock.cluster.api.http.answers import DONE, AnswerEvents
 from crossdock.cluster.api.http.http_json import event_stream, json_answer, long_json, long_json_answer
+from crossdock.cluster.api.http.request_memory import TOKEN_BYTES, RequestMemory
 from crossdock.cluster.api.routes.generation import Generation, Generations
 from crossdock.cluster.api.slices import PAUSE_S, slices
 from crossdock.cluster.api.text.choices import Choice, Output, Prompt
 from crossdock.cluster.api.text.logprobs import LogprobWriter, num_entries
-from crossdock.cluster.api.text.prompts import LONG_TEXT, PromptEncoder, truncate
+from crossdock.cluster.api.text.prompts import LONG_TEXT, Frame, PromptEncoder, output_limit, truncate
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
 
@@ -39,7 +40,7 @@ class Completions:
         body = body.with_usage() if self._forces_usage else body
         generation = self._generations.begin(request, body)
         body.check_supported()
-        prompts = await self.prompts(body, generation.card, OUTPUTS)
+        prompts = await self.prompts(body, generation.card, OUTPUTS, request.state.memory)
         await self._generations.add_choices(generation, prompts)
         head = generation.head("cmpl", "text_completion")
         writer = LogprobWriter(self._tokenizer, as_ids=body.return_tokens_as_token_ids)
@@ -56,12 +57,17 @@ class Completions:
     async def outputs(self, request: Request, body: CompletionRequest, most: int) -> tuple[Generation, list[Output]]:
         """Return the generation of a body and its outputs, all of them ended. Raises ApiError as `prompts`."""
         generation = self._generations.begin(request, body)
-        prompts = await self.prompts(body, generation.card, most)
+        prompts = await self.prompts(body, generation.card, most, request.state.memory)
         await self._generations.add_choices(generation, prompts)
         return generation, await self._generations.whole_outputs(generation)
 
-    async def prompts(self, body: CompletionRequest, card: ModelCard, most: int) -> list[Prompt]:
-        """Return the prompts of a body. Raises ApiError for one that cannot be served, or more than `most` outputs."""
+    async def prompts(
+        self, body: CompletionRequest, card: ModelCard, most: int, memory: RequestMemory | None = None
+    ) -> list[Prompt]:
+        """Return the prompts of a body. `memory`: of its request, in which tokens are counted before more are made.
+
+        Raises ApiError for a prompt that cannot be served, or more than `most` outputs.
+        """
         given = body.prompts()
         if len(given) * body.n > most:
             reason = f"{len(given)} prompts times n={body.n} is more than {most} outputs."
@@ -69,7 +75,11 @@ class Completions:
         prompts: list[Prompt] = []
         num_read = 0  # characters or tokens since other requests were served
         for one in given:
-            prompts.append(await self._prompt(one, body, card))
+            prompt = await self._prompt(one, body, card)
+            output_limit(len(prompt.token_ids), body, card)
+            if memory is not None:
+                memory.reserve(TOKEN_BYTES * len(prompt.token_ids))
+            prompts.append(prompt)
             num_read += len(one)
             if num_read >= LONG_TEXT:
                 await asyncio.sleep(PAUSE_S)
@@ -77,7 +87,9 @@ class Completions:
         return prompts
 
     async def _prompt(self, given: str | list[int], body: CompletionRequest, card: ModelCard) -> Prompt:
+        frame: Frame = (0, 0)
         if isinstance(given, str):
+            frame = self._encoder.frame(add_special_tokens=body.add_special_tokens)
             token_ids = await self._encoder.encode(
                 given,
                 card,
@@ -88,21 +100,29 @@ class Completions:
         else:
             check_token_ids(given, card.vocab_size, body.prompt_field)
             token_ids = given
-        prompt = Prompt(truncate(token_ids, body, card))
+        prompt = Prompt(truncate(token_ids, body, card, frame))
         if body.echo:
             is_whole = isinstance(given, str) and len(prompt.token_ids) == len(token_ids)
             await self._add_echo(prompt, body, cast(str, given) if is_whole else None)
         return prompt
 
     async def _add_echo(self, prompt: Prompt, body: CompletionRequest, text: str | None) -> None:
-        """Set the text that the answer repeats, and where in it each token begins. `text`: the prompt as it came."""
-        detokenizer = self._tokenizer.detokenizer(skip_special_tokens=body.skip_special_tokens)
+        """Set the text that the answer repeats, and where in it each token begins.
+
+        `text`: the prompt as it came. It has the special tokens that the client wrote, and none that the tokenizer
+        adds.
+        """
+        skips = body.skip_special_tokens or text is not None
+        detokenizer = self._tokenizer.detokenizer(skip_special_tokens=skips)
+        special = {} if text is None else {i: name for name, i in self._tokenizer.special_tokens().items()}
         parts: list[str] = []
         num_chars = 0
         async for some in slices(prompt.token_ids, _TOKENS_AT_ONCE):
             for token_id in some:
                 prompt.offsets.append(num_chars)
-                parts.append(detokenizer.add(token_id))
+                name = special.get(token_id)
+                is_written = name is not None and text is not None and text.startswith(name, num_chars)
+                parts.append(name if name is not None and is_written else detokenizer.add(token_id))
                 num_chars += len(parts[-1])
         prompt.echo = "".join(parts) if text is None else text
 

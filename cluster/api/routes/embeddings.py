@@ -6,11 +6,14 @@ from typing import Any
 
 import numpy as np
 from fastapi import Request, Response
+from numpy.typing import NDArray
 
-from crossdock.cluster.api.body.embedding_body import EmbeddingRequest
+from crossdock.cluster.api.body.classifier_head import ClassifierHead
+from crossdock.cluster.api.body.embedding_body import ClassifyRequest, EmbeddingRequest
 from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
 from crossdock.cluster.api.bounds import INPUTS
-from crossdock.cluster.api.errors import to_json, wrong
+from crossdock.cluster.api.errors import ApiError, to_json, wrong
+from crossdock.cluster.api.http.http_json import long_json_answer
 from crossdock.cluster.api.routes.completions import Completions
 from crossdock.cluster.api.routes.generation import Generation
 from crossdock.cluster.api.slices import slices
@@ -26,7 +29,8 @@ class Embeddings:
         self._defaults = defaults
 
     async def create(self, request: Request, body: EmbeddingRequest) -> Response:
-        completion, normalizes = body.completion(self._defaults), body.normalizes(self._defaults)
+        completion = body.completion(self._defaults)
+        normalizes = body.normalizes(self._defaults)
         generation, outputs = await self._completions.outputs(request, completion, INPUTS)
         parts = [part async for part in self._parts(body, generation, outputs, normalizes=normalizes)]
         return Response(b"".join(parts), media_type="application/json")
@@ -68,3 +72,36 @@ def vector_of(output: Output, dimensions: int | None, *, normalizes: bool) -> np
     if normalizes:
         vector = vector / max(float(np.linalg.norm(vector)), 1e-12)
     return vector.astype("<f4")
+
+
+class Classification:
+    def __init__(self, completions: Completions, defaults: EmbeddingDefaults) -> None:
+        self._completions = completions
+        self._head = defaults.head
+
+    async def create(self, request: Request, body: ClassifyRequest) -> Response:
+        head = self.head()
+        completion = body.completion()
+        generation, outputs = await self._completions.outputs(request, completion, INPUTS)
+        data = [_shown(head, output.index, self.numbers(output, body)) for output in outputs]
+        usage = generation.usage()
+        del usage["completion_tokens"]
+        return await long_json_answer({**generation.head("classify", "list"), "data": data, "usage": usage})
+
+    def head(self) -> ClassifierHead:
+        """Return the model's head. Raises ApiError where it has none."""
+        if self._head is None:
+            reason = "This model has no classification head: use /v1/score, or a model whose class is"
+            raise ApiError(f"{reason} …ForSequenceClassification.", param="model", code="unsupported_value")
+        return self._head
+
+    def numbers(self, output: Output, body: ClassifyRequest) -> NDArray[np.float64]:
+        """Return the number of each label for a text's output."""
+        return self.head().numbers(
+            vector_of(output, None, normalizes=False), is_active=body.use_activation is not False
+        )
+
+
+def _shown(head: ClassifierHead, index: int, numbers: NDArray[np.float64]) -> dict[str, Any]:
+    label = head.labels[int(numbers.argmax())] if head.labels else None
+    return {"index": index, "label": label, "probs": numbers.tolist(), "num_classes": len(numbers)}

@@ -17,10 +17,10 @@ from crossdock.cluster.api.body.stop_strings import StopTable
 from crossdock.cluster.api.errors import ApiError, shown, wrong
 from crossdock.cluster.api.http.answers import usage
 from crossdock.cluster.api.http.http_json import header
-from crossdock.cluster.api.http.keys import cache_salt, tenant_of
+from crossdock.cluster.api.http.keys import cache_salt, owner_of
 from crossdock.cluster.api.http.limits import UNSTATED_OUTPUT
 from crossdock.cluster.api.http.request_memory import LOGPROB_BYTES, TOKEN_BYTES
-from crossdock.cluster.api.http.tiers import SLO_CLASS_HEADER, Tier, Tiers
+from crossdock.cluster.api.http.service_tiers import SLO_CLASS_HEADER, ServiceTier, ServiceTiers
 from crossdock.cluster.api.routes.models import Models
 from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.text.bad_words import encode_bad_words
@@ -30,9 +30,16 @@ from crossdock.cluster.api.text.message_parser import ChatMessage
 from crossdock.cluster.api.text.prompts import output_limit
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer, TextStream
 from crossdock.cluster.dispatch.dispatcher import ModelCard, TokenSource
-from crossdock.workers.schedule.pictures.items import salted
-from crossdock.workers.schedule.request import TokenDelta
-from crossdock.workers.schedule.submission import Adapter, InvalidField, LogprobsMode, SamplingParams, Submission
+from crossdock.workers.schedule.request.failures import failure_of
+from crossdock.workers.schedule.request.items import salted
+from crossdock.workers.schedule.request.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.request.submission import (
+    Adapter,
+    InvalidField,
+    LogprobsMode,
+    SamplingParams,
+    Submission,
+)
 
 _CHOICES_AT_ONCE = 32  # made between two looks at other requests; about 20 µs each
 
@@ -43,8 +50,8 @@ class Generation:
 
     body: GenerationBody
     card: ModelCard
-    tier: Tier
-    adapter: Adapter | None  # that the request names as its model
+    tier: ServiceTier
+    adapter: Adapter | None  # the adapter that the request names as its model
     state: State  # of the HTTP request: its id, its API key, and that key's account
     choices: list[Choice] = field(default_factory=list)
 
@@ -54,9 +61,9 @@ class Generation:
         return cache_salt(self.state.api_key, self.body.cache_salt)
 
     @property
-    def tenant(self) -> str:
+    def owner(self) -> str:
         """Return the owner of the request's key."""
-        return tenant_of(self.state.api_key)
+        return owner_of(self.state.api_key)
 
     def head(self, prefix: str, kind: str) -> dict[str, Any]:
         """Return the fields with which the answer and each of its events begin."""
@@ -65,7 +72,7 @@ class Generation:
             "object": kind,
             "created": int(time.time()),
             "model": self.body.model or self.card.name,
-            "service_tier": self.tier.slo_class,
+            "service_tier": self.tier.openai_name,
         }
 
     def usage_of(self, output: Output) -> dict[str, Any] | None:
@@ -93,7 +100,7 @@ class Generations:
         source: TokenSource,
         tokenizer: ModelTokenizer,
         models: Models,
-        tiers: Tiers,
+        tiers: ServiceTiers,
         defaults: GenerationDefaults,
         *,
         max_logprobs: int,
@@ -126,6 +133,7 @@ class Generations:
             raise ApiError(reason, param="priority", code="invalid_value")
         by_header = header(request, SLO_CLASS_HEADER.lower().encode())
         tier = self._tiers.choose(body.service_tier, by_header, request.state.api_key)
+        request.state.slo_class = tier.slo_class
         if request.state.account is not None:
             request.state.account.check()  # a key without tokens is refused before its prompts cost anything
         return Generation(body, card, tier, self._models.adapter(body.model), request.state)
@@ -140,7 +148,9 @@ class Generations:
         Raises:
             ApiError: a choice cannot be served, or the key has used up its tokens. Nothing has been submitted yet.
         """
-        body, card, state = generation.body, generation.card, generation.state
+        body = generation.body
+        card = generation.card
+        state = generation.state
         body.check_streaming()
         for prompt in prompts:
             self._check_placeholders(prompt, body)
@@ -179,7 +189,7 @@ class Generations:
         """Raise ApiError for a prompt with placeholders that no item fills: its text or its token ids have them."""
         for token_id in set(self._placeholders.values()):
             own = (item for item in prompt.items if self._placeholders.get(item.kind) == token_id)
-            if prompt.token_ids.count(token_id) != sum(item.num_rows for item in own):
+            if prompt.token_ids.count(token_id) != sum(item.num_embedding_tokens for item in own):
                 name = self._tokenizer.vocabulary_name(token_id)
                 reason = f"it contains {name!r} (token {token_id}), which stands for pictures or videos alone"
                 raise wrong(body.prompt_field, reason)
@@ -194,7 +204,8 @@ class Generations:
         *,
         is_prompt_only: bool,
     ) -> Choice:
-        body, state = generation.body, generation.state
+        body = generation.body
+        state = generation.state
         salt = generation.salt
         submission = Submission(
             # A client may use an id twice, and one HTTP request has several submissions.
@@ -206,9 +217,9 @@ class Generations:
             body.priority,
             generation.tier.is_promised,
             request_id=state.request_id,
-            tenant=generation.tenant,
-            payer=state.payer.name,
-            weight=state.payer.weight,
+            key_owner=generation.owner,
+            tenant=state.tenant.account,
+            weight=state.tenant.weight,
             items=salted(prompt.items, salt),
             adapter=generation.adapter,
             start_s=getattr(state, "start_s", 0.0),
@@ -277,10 +288,12 @@ class Generations:
             while True:
                 try:
                     delta = await anext(deltas, None)
+                    if delta is None:
+                        raise RuntimeError(f"{choice.submission.id} ended without a finish reason")
+                    if delta.finish_reason is FinishReason.ERROR:
+                        raise failure_of(delta)
                 except ValueError as error:
                     raise _refusal(error, body) from error
-                if delta is None:
-                    raise RuntimeError(f"{choice.submission.id} ended without a finish reason")
                 if not delta.token_ids and delta.finish_reason is None:
                     yield Output(choice.index)
                     continue

@@ -16,6 +16,7 @@ from crossdock.cluster.api.http.answers import SILENCE_S, named_event
 from crossdock.cluster.api.http.http_json import event_stream, json_answer
 from crossdock.cluster.api.routes.conversations import BegunChat, Conversations, Part
 from crossdock.cluster.api.routes.models import Models
+from crossdock.cluster.api.slices import apart
 from crossdock.cluster.api.text.choices import Output
 from crossdock.cluster.api.text.message_parser import CallText, ContentText, Piece, ReasoningText
 
@@ -28,7 +29,7 @@ class Messages:
         self._models = models
 
     async def create(self, request: Request, body: MessagesRequest) -> Response:
-        begun = await self._conversations.begin(request, body.chat())
+        begun = await self._conversations.begin(request, await apart(body.chat, body.messages, body.system))
         if body.stream:
             request.state.error_event = partial(message_error_event, request.state.request_id)
             return await event_stream(self._events(begun))
@@ -45,11 +46,14 @@ class Messages:
 
     async def count_tokens(self, request: Request, body: CountTokensRequest) -> Response:
         card = self._models.card(body.model)
-        return json_answer({"input_tokens": await self._conversations.count(request, body.chat(), card)})
+        chat = await apart(body.chat, body.messages, body.system)
+        return json_answer({"input_tokens": await self._conversations.count(request, chat, card)})
 
     async def _events(self, begun: BegunChat) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream; events of one step of the model come together."""
-        blocks, output, has_begun = _Blocks(), Output(0), False
+        blocks = _Blocks()
+        output = Output(0)
+        has_begun = False
         clock = asyncio.get_running_loop().time
         shown_at = clock()
 
@@ -101,8 +105,8 @@ class _Blocks:
             case ReasoningText(text):
                 events = self._opened("thinking", {"thinking": "", "signature": ""})
                 delta = {"type": "thinking_delta", "thinking": text}
-            case CallText(index, text, name):
-                events = self._opened_call(index, name)
+            case CallText(index, text, name, call_id):
+                events = self._opened_call(index, name, call_id)
                 delta = {"type": "input_json_delta", "partial_json": text}
         self._parts.append(text)
         if text:
@@ -113,7 +117,8 @@ class _Blocks:
         """Return the event that ends the open block, if there is one."""
         if not self.content:
             return []
-        block, text = self.content[-1], "".join(self._parts)
+        block = self.content[-1]
+        text = "".join(self._parts)
         if block["type"] == "tool_use":
             block["input"] = _arguments(text)
         else:
@@ -126,11 +131,13 @@ class _Blocks:
             return []
         return self._begun({"type": kind, **fields})
 
-    def _opened_call(self, index: int, name: str | None) -> list[_Event]:
+    def _opened_call(self, index: int, name: str | None, call_id: str | None) -> list[_Event]:
         if index == self._call:
             return []
-        self._call, self.has_calls = index, True
-        return self._begun({"type": "tool_use", "id": f"toolu_{uuid.uuid4().hex}", "name": name, "input": {}})
+        self._call = index
+        self.has_calls = True
+        call_id = call_id or f"toolu_{uuid.uuid4().hex}"
+        return self._begun({"type": "tool_use", "id": call_id, "name": name, "input": {}})
 
     def _begun(self, block: dict[str, Any]) -> list[_Event]:
         events = self.end()
@@ -169,7 +176,8 @@ def _reasons(begun: BegunChat, output: Output, blocks: _Blocks) -> dict[str, Any
 def _usage(begun: BegunChat) -> dict[str, Any]:
     """Count tokens. As at Anthropic, two kinds of prompt tokens count apart: tokens that were in the cache, and tokens
     that a `cache_control` has put there."""
-    choice, size = begun.choice, begun.generation.card.cache_page_size
+    choice = begun.choice
+    size = begun.generation.card.cache_page_size
     uncached = len(choice.prompt.token_ids) - choice.num_cached_tokens
     asked = isinstance(begun.chat, MessagesChat) and begun.chat.has_cache_control
     written = max(uncached - len(choice.prompt.token_ids) % size, 0) if size and asked else 0

@@ -14,14 +14,13 @@ from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.http_json import Name, json_answer
-from crossdock.cluster.api.http.tiers import SLO_CLASS_HEADER, Tiers
+from crossdock.cluster.api.http.service_tiers import SLO_CLASS_HEADER, ServiceTiers
 from crossdock.cluster.api.media.media import Media
 from crossdock.cluster.api.routes.adapters import AdapterNames
 from crossdock.cluster.api.routes.chats import Chats
-from crossdock.cluster.api.routes.classification import Classification
 from crossdock.cluster.api.routes.completions import Completions
 from crossdock.cluster.api.routes.conversations import Conversations
-from crossdock.cluster.api.routes.embeddings import Embeddings
+from crossdock.cluster.api.routes.embeddings import Classification, Embeddings
 from crossdock.cluster.api.routes.generation import Generations
 from crossdock.cluster.api.routes.messages import Messages
 from crossdock.cluster.api.routes.models import Models, no_such_model
@@ -52,13 +51,13 @@ class ModelRoutes:
     source: TokenSource
     tokenizer: ModelTokenizer
     http: HttpConfig
-    tiers: Tiers
+    tiers: ServiceTiers
     defaults: GenerationDefaults
     pooling: EmbeddingDefaults
     ask_stores: AskStores | None = None
     media: Media | None = None  # None: the model reads text only
-    adapters: AdapterNames = field(default_factory=AdapterNames)  # that requests may name
-    name: str = ""  # the clients' name of the model; empty: the source's
+    adapters: AdapterNames = field(default_factory=AdapterNames)  # adapters that requests may name
+    name: str = ""  # the name that clients give; empty: that of the source
     cold_start: ColdStart | None = None  # None: the model always has replicas
     beside: "ModelRoutes | None" = None  # of another model, with which this one shares stored responses
     models: Models = field(init=False)
@@ -73,7 +72,9 @@ class ModelRoutes:
     classification: Classification = field(init=False)
 
     def __post_init__(self) -> None:
-        http, tokenizer, media = self.http, self.tokenizer, self.media
+        http = self.http
+        tokenizer = self.tokenizer
+        media = self.media
         message_format = _message_format(tokenizer, http)
         families = message_format.families
         self.models = Models(self.source, http.model_aliases, families, self.adapters.by_name, self.name)
@@ -82,6 +83,7 @@ class ModelRoutes:
             trusts_templates=http.trust_request_chat_template,
             variables=http.default_chat_template_kwargs,
             media=media,
+            call_ids=message_format.call_ids,
         )
         self.generations = Generations(
             self.source,
@@ -115,7 +117,8 @@ class ModelRoutes:
         """Wait for a replica of a model that may have none. Raises ModelStarting where the class cannot wait."""
         if self.cold_start is None:
             return
-        header, tier = request.headers.get(SLO_CLASS_HEADER), getattr(body, "service_tier", None)
+        header = request.headers.get(SLO_CLASS_HEADER)
+        tier = getattr(body, "service_tier", None)
         asked = self.tiers.choose("default" if tier == "standard_only" else tier, header, request.state.api_key)
         request.state.start_s = await self.cold_start.wait(self.tiers.patience_s(asked) or MOST_WAIT_S)
 
@@ -173,7 +176,8 @@ class ModelChoice:
     async def all(self) -> Response:
         """List all models, each with its aliases and adapters."""
         data = [each for routes in self._models for each in routes.models.all()]
-        return json_answer({"object": "list", "data": data})
+        ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"], "has_more": False}  # Anthropic's fields of a page
+        return json_answer({"object": "list", "data": data, **ends})
 
     async def one(self, name: Name) -> Response:
         return json_answer(self._routes(name).models.one(name))
@@ -193,6 +197,9 @@ class ModelChoice:
 
     async def unload(self, request: Request, body: UnloadAdapterRequest) -> Response:
         having = [routes for routes in self._models if body.lora_name in routes.adapters.by_name]
+        if not having and len(self._models) > 1 and self._models[0].adapters.learn is not None:
+            await self._models[0].adapters.learn()  # another ingress may have loaded it a moment ago
+            having = [routes for routes in self._models if body.lora_name in routes.adapters.by_name]
         return await (having or self._models)[0].adapters.unload(request, body)
 
     def _chosen(self, functions: Sequence[Callable[..., Awaitable[Response]]]) -> Callable[..., Awaitable[Response]]:

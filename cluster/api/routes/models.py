@@ -2,11 +2,12 @@
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from datetime import UTC, datetime
 from typing import Any
 
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.dispatch.dispatcher import ModelCard, ReplicaLost, TokenSource
-from crossdock.workers.schedule.submission import Adapter
+from crossdock.workers.schedule.request.submission import Adapter
 
 
 class Models:
@@ -65,10 +66,16 @@ class Models:
         with suppress(ReplicaLost):  # a model of several that has no replica now
             card = self._source.model
         adapter = self.adapter(name)
+        created = 0 if card is None else card.created
         return {
             "id": name,
             "object": "model",
-            "created": 0 if card is None else card.created,
+            "created": created,
+            # Anthropic's fields: its client lists models at the same path.
+            "type": "model",
+            "display_name": name,
+            "lifecycle": "active",
+            "created_at": datetime.fromtimestamp(created, UTC).isoformat(),
             "owned_by": "crossdock",
             "root": self._base if adapter is None else adapter.path,
             "parent": None if adapter is None else self._base,

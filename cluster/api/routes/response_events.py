@@ -48,8 +48,8 @@ class ResponseAnswer:
                 case ReasoningText(text):
                     events += self._opened("reasoning", {"summary": [], "content": []})
                     events.append(self._delta("response.reasoning_text.delta", text, content_index=0))
-                case CallText(index, text, name):
-                    events += self._opened_call(index, name)
+                case CallText(index, text, name, call_id):
+                    events += self._opened_call(index, name, call_id)
                     if text:
                         events.append(self._delta("response.function_call_arguments.delta", text))
         return events
@@ -90,20 +90,23 @@ class ResponseAnswer:
         added = self._event("response.content_part.added", **self._place(), content_index=0, part=self._part(""))
         return [*events, added]
 
-    def _opened_call(self, index: int, name: str | None) -> list[Event]:
+    def _opened_call(self, index: int, name: str | None, call_id: str | None) -> list[Event]:
         if index == self._call:
             return []
         self._call = index
         namespace = self._namespaces.get(name or "")
         space = {} if namespace is None else {"namespace": namespace}
-        return self._begun({"type": "function_call", "call_id": new_id("call"), "name": name, "arguments": "", **space})
+        call_id = call_id or new_id("call")
+        return self._begun({"type": "function_call", "call_id": call_id, "name": name, "arguments": "", **space})
 
     def _begun(self, fields: Item) -> list[Event]:
         events = self._closed("completed")
         name = item_id(_PREFIXES[fields["type"]], self._head["id"], len(self.output))
         item = {"id": name, **fields, "status": "in_progress"}
         self.output.append(item)
-        self._texts, self._logprobs, self._is_open = [], [], True
+        self._texts = []
+        self._logprobs = []
+        self._is_open = True
         place = {"output_index": len(self.output) - 1}
         return [*events, self._event("response.output_item.added", item=dict(item), **place)]
 
@@ -112,7 +115,9 @@ class ResponseAnswer:
         if not self._is_open:
             return []
         self._is_open = False
-        item, text, place = self.output[-1], "".join(self._texts), self._place()
+        item = self.output[-1]
+        text = "".join(self._texts)
+        place = self._place()
         if item["type"] == "function_call":
             item["arguments"] = text
             events = [self._event("response.function_call_arguments.done", **place, name=item["name"], arguments=text)]
@@ -120,9 +125,11 @@ class ResponseAnswer:
             part = self._part(text)
             item["content"] = [part]
             if item["type"] == "message":
-                more, kind = {"logprobs": self._logprobs}, "response.output_text.done"
+                more = {"logprobs": self._logprobs}
+                kind = "response.output_text.done"
             else:
-                more, kind = {}, "response.reasoning_text.done"
+                more = {}
+                kind = "response.reasoning_text.done"
             place["content_index"] = 0
             events = [
                 self._event(kind, **place, text=text, **more),

@@ -1,4 +1,4 @@
-"""Stored responses of one ingress: for a while, within bounds on memory, each tenant's apart."""
+"""Stored responses of one ingress: for a while, within bounds on memory, each owner's apart."""
 
 import time
 from collections import OrderedDict
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 RECORD_BYTES = 1024  # counted for each record beside its content, so that empty ones are bounded as well
 ITEM_BYTES = 256  # … and for each of its items
-_SWEEP_S = 60.0  # between two looks at the records of tenants that store nothing now
+_SWEEP_S = 60.0  # between two looks at the records of owners that store nothing now
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,57 +26,57 @@ class StoredResponse:
 
 
 class ResponseStore:
-    """Records by tenant and id. When there is no place, the tenant that uses most loses its oldest."""
+    """Records by owner and id. When there is no place, the owner that uses most loses its oldest."""
 
     def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_bytes = 0
         self._max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._clock = clock
-        self._tenants: dict[
+        self._owners: dict[
             str, OrderedDict[str, tuple[float, StoredResponse]]
         ] = {}  # when each expires; the oldest first
         self._sizes: dict[str, int] = {}
         self._sweep_at = clock() + _SWEEP_S
 
-    def put(self, tenant: str, name: str, record: StoredResponse) -> None:
+    def put(self, owner: str, name: str, record: StoredResponse) -> None:
         """Store a record, in place of an older one of that name."""
         now = self._clock()
         if now >= self._sweep_at:
             self._sweep_at = now + _SWEEP_S
-            for each in list(self._tenants):
+            for each in list(self._owners):
                 self._expire(each, now)
-        self.delete(tenant, name)
-        self._tenants.setdefault(tenant, OrderedDict())[name] = (now + self._ttl_s, record)
-        self._count(tenant, record.num_bytes)
+        self.delete(owner, name)
+        self._owners.setdefault(owner, OrderedDict())[name] = (now + self._ttl_s, record)
+        self._count(owner, record.num_bytes)
         while self.num_bytes > self._max_bytes:
             largest = max(self._sizes, key=self._sizes.__getitem__)
-            self.delete(largest, next(iter(self._tenants[largest])))
+            self.delete(largest, next(iter(self._owners[largest])))
 
-    def get(self, tenant: str, name: str) -> StoredResponse | None:
+    def get(self, owner: str, name: str) -> StoredResponse | None:
         """Return a record; None: there is no such record, or no longer."""
-        self._expire(tenant, self._clock())
-        found = self._tenants[tenant].get(name) if tenant in self._tenants else None
+        self._expire(owner, self._clock())
+        found = self._owners[owner].get(name) if owner in self._owners else None
         return None if found is None else found[1]
 
-    def delete(self, tenant: str, name: str) -> StoredResponse | None:
+    def delete(self, owner: str, name: str) -> StoredResponse | None:
         """Forget and return a record; None: there is no such record."""
-        records = self._tenants.get(tenant, OrderedDict())
+        records = self._owners.get(owner, OrderedDict())
         found = records.pop(name, None)
         if found is None:
             return None
-        self._count(tenant, -found[1].num_bytes)
+        self._count(owner, -found[1].num_bytes)
         if not records:
-            del self._tenants[tenant], self._sizes[tenant]
+            del self._owners[owner], self._sizes[owner]
         return found[1]
 
-    def _expire(self, tenant: str, now: float) -> None:
-        while tenant in self._tenants:
-            name, (expires, _) = next(iter(self._tenants[tenant].items()))
+    def _expire(self, owner: str, now: float) -> None:
+        while owner in self._owners:
+            name, (expires, _) = next(iter(self._owners[owner].items()))
             if expires > now:
                 return
-            self.delete(tenant, name)
+            self.delete(owner, name)
 
-    def _count(self, tenant: str, num_bytes: int) -> None:
+    def _count(self, owner: str, num_bytes: int) -> None:
         self.num_bytes += num_bytes
-        self._sizes[tenant] = self._sizes.get(tenant, 0) + num_bytes
+        self._sizes[owner] = self._sizes.get(owner, 0) + num_bytes

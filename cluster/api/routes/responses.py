@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from copy import copy
+from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 
 from fastapi import Query, Request, Response
@@ -20,12 +21,12 @@ from crossdock.cluster.api.http.answers import SILENCE_S
 from crossdock.cluster.api.http.http_guard import as_api_error
 from crossdock.cluster.api.http.http_json import Name, event_stream, json_answer
 from crossdock.cluster.api.http.json_size import check_texts_size, count_marks
-from crossdock.cluster.api.http.keys import tenant_of
+from crossdock.cluster.api.http.keys import owner_of
 from crossdock.cluster.api.http.limits import Charge
 from crossdock.cluster.api.routes.conversations import BegunChat, Conversations, Part
 from crossdock.cluster.api.routes.response_events import Event, ResponseAnswer, written
 from crossdock.cluster.api.routes.response_store import ResponseStore, StoredResponse
-from crossdock.cluster.api.slices import slices
+from crossdock.cluster.api.slices import apart, slices
 from crossdock.cluster.api.text.logprobs import LogprobWriter
 from crossdock.workers.schedule.shares import Shares
 
@@ -33,7 +34,7 @@ logger = logging.getLogger("ray.serve")
 
 Action: TypeAlias = Literal["get", "delete", "cancel"]
 AskStores: TypeAlias = Callable[[Action, str, str], Awaitable[list[StoredResponse]]]
-"""Does something to a tenant's response at the other ingresses. Returns the records of those that have it."""
+"""Does something to an owner's response at the other ingresses. Returns the records of those that have it."""
 
 Written: TypeAlias = tuple[tuple[str, bytes], ...]  # items, as `StoredResponse` has them
 _ITEMS_AT_ONCE = 64  # parsed or written
@@ -63,15 +64,16 @@ class Responses:
     def of(self, conversations: Conversations, writer: LogprobWriter) -> "Responses":
         """Return the responses of another model, which share this one's store and work in the background."""
         other = copy(self)
-        other._conversations, other._writer = conversations, writer
+        other._conversations = conversations
+        other._writer = writer
         return other
 
     async def create(self, request: Request, body: ResponsesRequest) -> Response:
         given = await self._resolved(request, body.input)
         await check_texts_size(call_texts(given), "input")
-        own = input_items(given)
+        own = await apart(partial(input_items, given), given)
         items = [*await self._items_before(request, body), *own]
-        chat = body.chat(items, len(own))
+        chat = await apart(partial(body.chat, items, len(own)), items)
         written = await _written(items) if body.store and self._store is not None else ()
         del given, own, items
         if body.background:
@@ -125,22 +127,22 @@ class Responses:
         head = to_json({"object": "list", **ends, "has_more": start + limit < len(items)})
         return _json(b'%b,"data":[%b]}' % (head[:-1], b",".join(item for _, item in page)))
 
-    async def at_this_ingress(self, action: Action, tenant: str, name: str) -> StoredResponse | None:
+    async def at_this_ingress(self, action: Action, owner: str, name: str) -> StoredResponse | None:
         """Return the record of a response, after `action`; None if it is not here."""
         if self._store is None:
             return None
-        running = self._background.get((tenant, name))
+        running = self._background.get((owner, name))
         if action != "get" and running is not None:
             running.cancel()
             await asyncio.wait([running])
-        return self._store.delete(tenant, name) if action == "delete" else self._store.get(tenant, name)
+        return self._store.delete(owner, name) if action == "delete" else self._store.get(owner, name)
 
     async def _record(self, action: Action, request: Request, name: str, param: str = "id") -> StoredResponse:
         """Return the record of a response. Raises ApiError 404."""
-        tenant = _tenant(request)
-        found = await self.at_this_ingress(action, tenant, name)
+        owner = _owner(request)
+        found = await self.at_this_ingress(action, owner, name)
         if found is None and self._store is not None and self._ask_stores is not None:
-            found = next(iter(await self._ask_stores(action, tenant, name)), None)
+            found = next(iter(await self._ask_stores(action, owner, name)), None)
         if found is None:
             reason = (
                 f"Response '{name[:100]}' is not known here: it was not stored, was deleted, is too old, made way for"
@@ -175,7 +177,8 @@ class Responses:
         """
         if not isinstance(given, list) or len(given) > bounds.MESSAGES:
             return given
-        items, found = [], dict[str, Any]()
+        items = []
+        found = dict[str, Any]()
         for i, item in enumerate(given):
             if isinstance(item, dict) and item.get("type") == "item_reference":
                 name = text_of(item.get("id"), f"input[{i}].id")
@@ -194,24 +197,24 @@ class Responses:
         if self._store is None:
             reason = "'background' is not supported: this server stores no responses (http.response_store_bytes is 0)."
             raise ApiError(reason, param="background", code="unsupported_parameter")
-        tenant = _tenant(request)
-        if not self._places.room(tenant):
+        owner = _owner(request)
+        if not self._places.room(owner):
             whose = "" if self._places.num_used >= self._places.most else ", of which this API key has its share,"
             reason = f"{self._places.num_used} responses{whose} are being made in the background. Try again later."
             raise ApiError(reason, status=429, code="rate_limit_exceeded")
-        self._places.take(tenant, 1)
+        self._places.take(owner, 1)
         charge = request.state.account
         if charge is not None:
             charge = request.state.account = charge.hand_over()
         try:
             begun = await self._conversations.begin(request, chat)
         except BaseException:
-            self._places.release(tenant, 1)
+            self._places.release(owner, 1)
             _end(charge)
             raise
         answer = ResponseAnswer(self._head(body, begun), body.namespaces())
         self._keep(request, body, answer, items)
-        key = (tenant, answer.response["id"])
+        key = (owner, answer.response["id"])
         memory = request.state.memory.hand_over()
 
         async def work() -> None:
@@ -235,7 +238,7 @@ class Responses:
                 memory.release()
                 self._keep(request, body, answer, items)
                 del self._background[key]
-                self._places.release(tenant, 1)
+                self._places.release(owner, 1)
 
         self._background[key] = asyncio.create_task(work())
         await asyncio.sleep(0)  # a task that is cancelled before it has begun would not end its response
@@ -278,7 +281,8 @@ class Responses:
                 await self._step(begun, answer, part)
 
     async def _step(self, begun: BegunChat, answer: ResponseAnswer, part: Part) -> list[Event]:
-        output, logprobs = part.output, []
+        output = part.output
+        logprobs = []
         if begun.chat.logprobs:
             positions = [position for _, position in output.positions if position is not None]
             logprobs = (await self._writer.chat(positions, begun.chat.num_top()))["content"]
@@ -290,26 +294,32 @@ class Responses:
 
     def _head(self, body: ResponsesRequest, begun: BegunChat) -> dict[str, Any]:
         """Return the fields of the response that are known before its first token."""
-        generation, sampling = begun.generation, begun.choice.submission.sampling
+        generation = begun.generation
+        sampling = begun.choice.submission.sampling
         return {
             "id": new_id("resp"),
             "object": "response",
             "created_at": int(time.time()),
             "model": body.model or generation.card.name,
-            "service_tier": generation.tier.slo_class,
+            "service_tier": generation.tier.openai_name,
             "background": body.background,
+            "completed_at": None,
+            "frequency_penalty": sampling.frequency_penalty,
             "instructions": body.instructions,
             "max_output_tokens": body.max_output_tokens,
             "max_tool_calls": body.max_tool_calls,
             "metadata": body.metadata,
             "parallel_tool_calls": body.parallel_tool_calls,
+            "presence_penalty": sampling.presence_penalty,
             "previous_response_id": body.previous_response_id,
+            "prompt_cache_key": body.prompt_cache_key,
             "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
+            "safety_identifier": None,  # nothing is kept about end users
             "store": body.store and self._store is not None,
             "temperature": sampling.temperature,
             "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
             "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-            "tools": body.tools,
+            "tools": [_tool(tool) for tool in body.tools or ()],
             "top_logprobs": body.top_logprobs or 0,
             "top_p": sampling.top_p,
             "truncation": "disabled",
@@ -320,7 +330,7 @@ class Responses:
         response = to_json(answer.response)
         if body.store and self._store is not None:
             record = StoredResponse(response, items, body.background)
-            self._store.put(_tenant(request), answer.response["id"], record)
+            self._store.put(_owner(request), answer.response["id"], record)
         return response
 
 
@@ -333,13 +343,18 @@ async def _written(items: list[Item]) -> Written:
     return tuple([(item["id"], to_json(item)) async for some in slices(items, _ITEMS_AT_ONCE) for item in some])
 
 
-def _tenant(request: Request) -> str:
-    return tenant_of(request.state.api_key)
+def _owner(request: Request) -> str:
+    return owner_of(request.state.api_key)
 
 
 def _end(charge: Charge | None) -> None:
     if charge is not None:
         charge.end()
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    """Return a tool with the fields that every function has in a response."""
+    return {"description": None, "strict": None, **tool} if tool.get("type") == "function" else tool
 
 
 def _usage(begun: BegunChat) -> dict[str, Any]:

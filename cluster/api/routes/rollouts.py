@@ -47,7 +47,8 @@ class RolloutControl:
 
     def __init__(self, rollouts: Rollouts, folder: Path | None) -> None:
         """`folder`: below which checkpoints may be read; None: nowhere."""
-        self._rollouts, self._folder = rollouts, folder
+        self._rollouts = rollouts
+        self._folder = folder
 
     async def pause(self, request: Request, mode: PauseMode = "abort", clear_cache: bool = True) -> Response:
         """End running requests (abort), let them end (wait), or stop them where they are (keep)."""
@@ -116,7 +117,9 @@ class RolloutControl:
     async def finish_update(self, request: Request, mode: PauseMode = "wait") -> Response:
         """Compute with the tensors that were received. `mode`: of requests that run, unless generation is paused."""
         check_operator(request)
-        given = FinishUpdate.parse(content) if (content := await request.body()) else FinishUpdate()
+        content = await request.body()
+        await request.state.memory.admit(content)
+        given = FinishUpdate.parse(content) if content else FinishUpdate()
         weights = await _refusing(self._rollouts.finish_update(given.weight_version or "", mode), "weight_version")
         return json_answer({"message": "Weight update finished", "weight_version": weights.name})
 

@@ -5,9 +5,9 @@ probability of its word for yes, against that of its word for no, is the score. 
 both texts as its tokenizer joins them; the sigmoid of its logit is the score.
 """
 
-import asyncio
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from fastapi import Request, Response
@@ -24,6 +24,7 @@ from crossdock.cluster.api.routes.completions import Completions
 from crossdock.cluster.api.routes.embeddings import vector_of
 from crossdock.cluster.api.routes.generation import Generation, Generations
 from crossdock.cluster.api.text.choices import Output
+from crossdock.cluster.api.text.pairs import PairPrompts
 from crossdock.cluster.api.text.prompts import PromptEncoder
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost
@@ -32,6 +33,7 @@ _JUDGE = (
     "Judge whether the Document meets the requirements based on the Query and the Instruct provided. Note that the "
     'answer can only be "yes" or "no".'
 )
+_BORDER = "<Document>"  # after a line break: a word never reaches across it
 
 
 class Scores:
@@ -45,7 +47,8 @@ class Scores:
     ) -> None:
         self._generations = generations
         self._completions = completions
-        self._encoder, self._tokenizer = encoder, tokenizer
+        self._encoder = encoder
+        self._tokenizer = tokenizer
         self._defaults = defaults
         self._words = [_token_of(word, tokenizer) for word in defaults.classifier]  # no, yes
 
@@ -76,18 +79,25 @@ class Scores:
         pairs = body.pairs()
         passed = body.passed()
         if self._defaults.head is not None:
-            return await self._headed(self._defaults.head, request, pairs, passed)
+            return await self._headed(self._defaults.head, request, body, pairs, passed)
         return await (self._judged if self._words else self._cosines)(request, body, pairs, passed)
 
     async def _headed(
-        self, head: ClassifierHead, request: Request, pairs: Sequence[tuple[str, str]], passed: dict[str, Any]
+        self,
+        head: ClassifierHead,
+        request: Request,
+        body: PairsBody,
+        pairs: Sequence[tuple[str, str]],
+        passed: dict[str, Any],
     ) -> tuple[Generation, list[float]]:
         if len(head.labels) != 1:
             reason = f"This model has {len(head.labels)} labels, and scores need a model with one: use /classify."
             raise ApiError(reason, param="model", code="unsupported_value")
-        token_ids = [await asyncio.to_thread(self._tokenizer.encode_pair, *pair) for pair in pairs]
-        completion = ClassifyRequest.of({"input": token_ids, **passed}).completion()
-        generation, outputs = await self._completions.outputs(request, completion, INPUTS)
+        generation = self._generations.begin(request, ClassifyRequest.of({"input": "", **passed}).completion())
+        makes = self._prompts(request, generation)
+        prompts = await makes.joined(pairs, body.truncate_prompt_tokens, keeps_end=body.truncation_side == "left")
+        await self._generations.add_choices(generation, prompts)
+        outputs = await self._generations.whole_outputs(generation)
         vectors = [vector_of(output, None, normalizes=False) for output in outputs]
         return generation, [float(head.numbers(vector, is_active=True)[0]) for vector in vectors]
 
@@ -95,7 +105,8 @@ class Scores:
         self, request: Request, body: PairsBody, pairs: Sequence[tuple[str, str]], passed: dict[str, Any]
     ) -> tuple[Generation, list[float]]:
         texts = list(dict.fromkeys(text for pair in pairs for text in pair))
-        wanted = EmbeddingRequest.of({"input": texts, "truncate_prompt_tokens": body.truncate_prompt_tokens, **passed})
+        cut = {"truncate_prompt_tokens": body.truncate_prompt_tokens, "truncation_side": body.truncation_side}
+        wanted = EmbeddingRequest.of({"input": texts, **cut, **passed})
         completion = wanted.completion(self._defaults)
         generation, outputs = await self._completions.outputs(request, completion, 2 * INPUTS)
         found = {
@@ -113,15 +124,19 @@ class Scores:
         words = {"max_tokens": 1, "temperature": 0.0, "logprobs": 0, "logprob_token_ids": self._words, "n": 1}
         words["repetition_penalty"] = 1.0  # not the model's own, which processed logprobs would have
         generation = self._generations.begin(request, CompletionRequest.of({"prompt": "", **words, **passed}))
-        prompts = [
-            await self._encoder.encode_chat(
-                _judgement(body.instruction, query, document), generation.card, truncates=False, salt=generation.salt
-            )
-            for query, document in pairs
-        ]
+        chat = partial(_judgement, body.instruction)
+        prompts = await self._prompts(request, generation).judged(pairs, chat, _BORDER)
         await self._generations.add_choices(generation, prompts)
         outputs = await self._generations.whole_outputs(generation)
         return generation, [self._probability(output) for output in outputs]
+
+    def _prompts(self, request: Request, generation: Generation) -> PairPrompts:
+        """Return the maker of prompts for a generation's pairs."""
+        body = generation.body
+        memory = request.state.memory
+        return PairPrompts(
+            self._encoder, self._tokenizer, body, generation.card, memory, body.prompt_field, generation.salt
+        )
 
     def _probability(self, output: Output) -> float:
         """Return the probability of yes, of the two words alone: the sigmoid of the difference of their logits."""
@@ -133,7 +148,7 @@ class Scores:
 
 def _judgement(instruction: str, query: str, document: str) -> ChatCompletionRequest:
     """Return the chat in which a model judges a pair, in the form of Qwen3-Reranker."""
-    text = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
+    text = f"<Instruct>: {instruction}\n<Query>: {query}\n{_BORDER}: {document}"
     messages = [{"role": "system", "content": _JUDGE}, {"role": "user", "content": text}]
     return ChatCompletionRequest.of({"messages": messages, "chat_template_kwargs": {"enable_thinking": False}})
 

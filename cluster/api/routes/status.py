@@ -31,14 +31,14 @@ class ServerStatus:
         self._decisions = decisions
 
     async def requests(self, request: Request) -> Response:
-        data = await self._dispatcher.live_requests(_visible_tenant(request))
+        data = await self._dispatcher.live_requests(_visible_owner(request))
         return await long_json_answer({"object": "list", "data": data})
 
     async def timeline(self, request: Request, name: Name) -> Response:
         """Find the request by its id (the answer's header X-Request-Id), or by the `id` in the answer's body."""
-        tenant = _visible_tenant(request)
+        owner = _visible_owner(request)
         for request_id in dict.fromkeys((name, *(name.removeprefix(prefix) for prefix in _ID_PREFIXES))):
-            if found := await self._dispatcher.timelines(request_id, tenant):
+            if found := await self._dispatcher.timelines(request_id, owner):
                 return json_answer({"id": request_id, "object": "request.timeline", "requests": found})
         reason = f"No request '{name[:200]}' is known: it never arrived, ended long ago, or belongs to another API key."
         raise ApiError(reason, status=404, param="id", code="request_not_found")
@@ -51,7 +51,7 @@ class ServerStatus:
         for value in after:
             incarnation, _, number = value.partition(":")
             seen[incarnation] = _step_number(number, value)
-        data = await self._dispatcher.replicas(seen, _visible_tenant(request))
+        data = await self._dispatcher.replicas(seen, _visible_owner(request))
         return await long_json_answer({"object": "list", "data": data})
 
     async def scaling(self, request: Request) -> Response:
@@ -61,7 +61,7 @@ class ServerStatus:
             data = [] if self._decisions is None else await self._decisions()
         except TimeoutError:
             raise ApiError("The scaler does not answer.", status=503, code="not_ready") from None
-        if _visible_tenant(request) is not None:
+        if _visible_owner(request) is not None:
             data = [{key: value for key, value in each.items() if key not in _LOADS} for each in data]
         return json_answer({"object": "list", "data": data})
 
@@ -70,7 +70,8 @@ class ServerStatus:
 
     async def ready(self) -> Response:
         if not self._dispatcher.ready():
-            raise ApiError("No replica is up yet.", status=503, code="not_ready")
+            reason = "Nothing can be generated now: no replica is up, or generation is stopped (/pause or /sleep)."
+            raise ApiError(reason, status=503, code="not_ready")
         return Response()
 
     async def metrics(self) -> Response:
@@ -86,7 +87,7 @@ def _step_number(number: str, value: str) -> int:
     return int(number)
 
 
-def _visible_tenant(request: Request) -> str | None:
-    """Return the tenant whose requests this client may see. None: all, as is the case where no API key is required."""
+def _visible_owner(request: Request) -> str | None:
+    """Return the owner whose requests this client may see. None: all, as is the case where no API key is required."""
     key: ApiKey | None = request.state.api_key
-    return None if key is None or key.sees_all_requests else key.tenant
+    return None if key is None or key.sees_all_requests else key.owner

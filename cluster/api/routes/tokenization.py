@@ -8,9 +8,9 @@ from fastapi import Request, Response
 from crossdock.cluster.api.body.bodies import DetokenizeRequest, TokenizeRequest
 from crossdock.cluster.api.body.generation_body import check_token_ids
 from crossdock.cluster.api.bounds import DETOKENIZED
-from crossdock.cluster.api.errors import ApiError, check_count
+from crossdock.cluster.api.errors import ApiError, check_count, wrong
 from crossdock.cluster.api.http.http_json import json_answer, long_json_answer
-from crossdock.cluster.api.http.keys import cache_salt, tenant_of
+from crossdock.cluster.api.http.keys import cache_salt, owner_of
 from crossdock.cluster.api.routes.models import Models
 from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.text.prompts import PromptEncoder
@@ -31,15 +31,16 @@ class Tokenization:
         if (body.prompt is None) == (body.messages is None):
             reason = "Exactly one of 'prompt' and 'messages' must be given."
             raise ApiError(reason, param="prompt", code="invalid_value")
+        if body.prompt is not None and body.documents:
+            raise wrong("documents", "a template shows them beside 'messages'; a prompt is the whole text")
         if body.prompt is not None:
             adds = body.add_special_tokens is not False
             token_ids = await self._encoder.encode(body.prompt, card, "prompt", add_special_tokens=adds, truncates=True)
         else:
-            salt, tenant = cache_salt(request.state.api_key, ""), tenant_of(request.state.api_key)
+            salt = cache_salt(request.state.api_key, "")
+            owner = owner_of(request.state.api_key)
             memory = request.state.memory
-            prompt = await self._encoder.encode_chat(
-                body, card, truncates=True, salt=salt, tenant=tenant, memory=memory
-            )
+            prompt = await self._encoder.encode_chat(body, card, truncates=True, salt=salt, owner=owner, memory=memory)
             token_ids = prompt.token_ids
         answer: dict[str, Any] = {
             "count": len(token_ids),

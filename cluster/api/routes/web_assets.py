@@ -1,4 +1,4 @@
-"""The page for people, `/dashboard`, with its scripts and styles."""
+"""The pages for people, `/dashboard` and `/simulator`, with their scripts and styles."""
 
 from dataclasses import dataclass
 from functools import cache
@@ -10,7 +10,8 @@ _TYPES = {
     "js": "text/javascript; charset=utf-8",
     "svg": "image/svg+xml",
 }
-_PATHS = {"dashboard.html": "/dashboard"}  # others: /web/NAME
+# Other files are at /web/NAME.
+_PATHS = {"dashboard.html": "/dashboard", "simulator.html": "/simulator"}
 ASSET_HEADERS = {
     # Pages load from and connect to this server only, and no other site may embed them.
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "

@@ -4,33 +4,37 @@ import ast
 import html
 import re
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 from crossdock.cluster.api.text.call_values import (
     Brackets,
     Schemas,
+    properties_of,
     read_json,
     schema_of,
     typed,
     types_of,
     write_json,
 )
+from crossdock.cluster.api.text.gemma_calls import gemma_value
+from crossdock.cluster.api.text.open_calls import SIGN, End, JsonCall, OpenCall, Parameters, TaggedCall
 
-# Before a marker that is a token of its own, so that the same characters written with other tokens are text. Unicode
-# reserves this character for such uses within programs.
-SIGN = "\ufdd0"
 _MOST_ENDS = 64  # closing markers that a call may contain before its own; each costs one reading of the call
 _PYTHON_CHARS = 1 << 15  # of calls in Python; its parser takes up to 7 µs for each
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """A complete tool call. `arguments`: a JSON object. Raises ValueError for a name that cannot be sent."""
+    """A complete tool call. `arguments`: a JSON object. `id`: as the model wrote it; None: it wrote none.
+
+    Raises ValueError for a name that cannot be sent.
+    """
 
     name: str
     arguments: str
+    id: str | None = None
 
     def __post_init__(self) -> None:
         if not self.name:
@@ -66,7 +70,19 @@ class CallForm:
     begins: str = r""
     quotes: str = '"'
     value: str = ""  # where the text that ends with its bracket begins, as a pattern
+    head: str = ""  # all before the arguments, where a call may be shown while it is written; has the group `name`
+    parameters: Parameters | None = None  # of such a call; None: the arguments are JSON, or in a form of their own
+    own: Callable[[Sequence[str]], OpenCall] | None = None  # which reads that form, given the markers that end a call
+    ends: End = "marker"  # such a call
+    in_content: str = ""  # how a call without a marker begins behind text, but for white space; empty: never there
     is_in_value: Callable[[str], bool] | None = None  # a closing marker after this text may be a part of a value
+
+    def opened(self, name: str, schemas: Schemas) -> OpenCall:
+        """Return the rest of a call of a function, after its `head`."""
+        if self.parameters is not None:
+            return TaggedCall(self.parameters, self.closer, schemas, name)
+        marks = [mark for mark in (self.closer, self.opener) if mark]
+        return JsonCall(marks, self.ends) if self.own is None else self.own(marks)
 
 
 class CallScan:
@@ -74,6 +90,7 @@ class CallScan:
 
     def __init__(self, form: CallForm, schemas: Schemas) -> None:
         self.form = form
+        self.may_open = True  # its beginning may still be that of a call that is shown while it is written
         self._schemas = schemas
         self._brackets: Brackets | None = None
         self._strings = Brackets()
@@ -93,7 +110,8 @@ class CallScan:
         return Taken(len(text) if calls else 0, calls)
 
     def _closed(self, text: str) -> Taken | None:
-        form, closer = self.form, self.form.closer
+        form = self.form
+        closer = self.form.closer
         while (at := text.find(closer, self._position)) >= 0:
             self._position = at + len(closer)
             if form.is_in_value is None and self._strings.end(text, at) is None and self._strings.quote:
@@ -101,6 +119,9 @@ class CallScan:
             body = text[:at].replace(SIGN, "")
             if calls := self._read(body):
                 return Taken(self._position, calls)
+            # The last opener before this marker: each marker is looked for once more at most.
+            if (another := text.rfind(form.opener, 0, at)) >= 0:
+                return Taken(another, self._read(text[:another]))
             self._num_ends += 1
             if self._num_ends > _MOST_ENDS or form.is_in_value is None or not form.is_in_value(body):
                 return Taken(self._position, ())
@@ -128,8 +149,12 @@ class CallScan:
 
 def json_calls(text: str, schemas: Schemas) -> Sequence[Call]:
     """Read {"name": …, "arguments": {…}}, or a list of these. Llama writes "parameters"."""
+    return [_json_call(each) for each in _json_list(text)]
+
+
+def _json_list(text: str) -> Sequence[Any]:
     value = read_json(text.lstrip("; \n"))
-    return [_json_call(each) for each in (value if isinstance(value, list) else [value])]
+    return value if isinstance(value, list) else [value]
 
 
 def known_json_calls(text: str, schemas: Schemas) -> Sequence[Call]:
@@ -146,28 +171,37 @@ def _json_call(value: Any) -> Call:
     return _call(value["name"], value.get("arguments", value.get("parameters")))
 
 
-def _call(name: str, arguments: Any) -> Call:
+def _call(name: str, arguments: Any, call_id: str | None = None) -> Call:
     """Return a call. Some models write the arguments as a string of JSON; none at all is an empty object."""
     if isinstance(arguments, str):
         arguments = read_json(arguments)
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, dict):
         raise ValueError("the arguments are no object")
-    return Call(name, write_json(arguments))
+    return Call(name, write_json(arguments), call_id)
 
 
 def header_calls(pattern: str) -> Reader:
-    """Return the reader of a header and a JSON object: `pattern` has the groups `name` and `arguments`."""
+    """Return the reader of a header and a JSON object.
+
+    `pattern` has the groups `name` and `arguments`, and may have `id`.
+    """
 
     def read(text: str, schemas: Schemas) -> Sequence[Call]:
         if text.lstrip().startswith("["):
-            return json_calls(text, schemas)
+            return [replace(_json_call(each), id=_id_in(each)) for each in _json_list(text)]
         found = re.fullmatch(pattern, text, re.DOTALL)
         if found is None:
             raise ValueError("not a call")
-        return [_call(found["name"], read_json(found["arguments"]))]
+        return [_call(found["name"], read_json(found["arguments"]), found.groupdict().get("id"))]
 
     return read
+
+
+def _id_in(call: dict[str, Any]) -> str | None:
+    """Return the id that a model wrote into a call in JSON, as Mistral's first formats have it."""
+    call_id = call.get("id")
+    return call_id if isinstance(call_id, str) else None
 
 
 def json_arguments(text: str) -> str | None:
@@ -178,11 +212,12 @@ def json_arguments(text: str) -> str | None:
         return None
 
 
-def tagged_calls(head: str, parameter: str, *, escapes: bool = False) -> Reader:
+def tagged_calls(head: str, parameter: str, *, escapes: bool = False, wrappers: Collection[str] = ()) -> Reader:
     """Return the reader of calls that write each parameter between tags.
 
-    `head` has the group `name`. `parameter` has `key` and `value`, and may have `kind`: "string" or "true" for a
-    value that is text, whatever the schema. `escapes`: names are escaped as in XML.
+    `head` has the group `name`. `parameter` has `key` and `value`. It may have `kind`, which is "string" for a value
+    that is text whatever the schema; or `is_text`, which is "true" or "false" and holds where the schema says nothing.
+    `escapes`: names are escaped as in XML. `wrappers`: names of a single parameter that holds all arguments.
     """
     one = re.compile(parameter, re.DOTALL)
 
@@ -191,24 +226,53 @@ def tagged_calls(head: str, parameter: str, *, escapes: bool = False) -> Reader:
         if found is None:
             raise ValueError("not a call")
         unescape = html.unescape if escapes else str
-        name, position = unescape(found["name"]), found.end()
+        name = unescape(found["name"])
+        position = found.end()
         types: dict[str, Sequence[str]] = {}
         arguments: dict[str, Any] = {}
         while (each := one.match(text, position)) is not None:
-            key, kind = unescape(each["key"]), each.groupdict().get("kind")
+            groups = each.groupdict()
+            key = unescape(each["key"])
+            kind = groups.get("kind")
+            is_text = groups.get("is_text")
             if key not in types:  # a schema may be long, and a call may name a parameter often
                 types[key] = types_of(schema_of(schemas, name, key)) if kind is None else ()
-            arguments[key] = each["value"] if kind in ("string", "true") else typed(each["value"], types[key])
+            is_raw = kind == "string" or (is_text == "true" and not types[key])
+            arguments[key] = each["value"] if is_raw else typed(each["value"], types[key])
             position = each.end()
         if text[position:].strip():
             raise ValueError("not a parameter")
-        return [Call(name, write_json(arguments))]
+        return [Call(name, write_json(_unwrapped(arguments, wrappers, properties_of(schemas, name))))]
 
     return read
 
 
+def _unwrapped(arguments: dict[str, Any], wrappers: Collection[str], declared: Collection[str]) -> dict[str, Any]:
+    """Return the arguments, or those in a single one of a wrapper's name that the function does not declare."""
+    name = next(iter(arguments)) if len(arguments) == 1 else ""
+    if name not in wrappers or name in declared:
+        return arguments
+    value = arguments[name]
+    if isinstance(value, str):
+        try:
+            value = read_json(value)
+        except ValueError:
+            return arguments
+    return value if isinstance(value, dict) else arguments
+
+
 def python_calls(text: str, schemas: Schemas) -> Sequence[Call]:
     """Read [f(a=1), g()], with literals of Python and of JSON, where all of the functions exist."""
+    calls = _python_list(text)
+    return calls if all(call.name in schemas for call in calls) else ()
+
+
+def marked_python_calls(text: str, schemas: Schemas) -> Sequence[Call]:
+    """Read [f(a=1), g()] after a marker, or the same calls as a list in JSON."""
+    return json_calls(text, schemas) if re.match(r"\s*\[\s*\{", text) else _python_list(text)
+
+
+def _python_list(text: str) -> Sequence[Call]:
     if len(text) > _PYTHON_CHARS:
         raise ValueError(f"more than {_PYTHON_CHARS} characters")
     with warnings.catch_warnings():
@@ -216,8 +280,7 @@ def python_calls(text: str, schemas: Schemas) -> Sequence[Call]:
         tree = ast.parse(text.strip(), mode="eval").body
     if not isinstance(tree, ast.List) or not tree.elts:
         raise ValueError("not a list of calls")
-    calls = [_python_call(each) for each in tree.elts]
-    return calls if all(call.name in schemas for call in calls) else ()
+    return [_python_call(each) for each in tree.elts]
 
 
 def _python_call(node: ast.expr) -> Call:
@@ -243,20 +306,11 @@ def _python_value(node: ast.expr) -> Any:
 
 
 def gemma_calls(text: str, schemas: Schemas) -> Sequence[Call]:
-    """Read call:f{key:<|"|>text<|"|>,other:1}: strings between marks of their own, and keys without quotes."""
-    found = re.fullmatch(r"\s*call:(?P<name>[^{\s]+)(?P<arguments>\{.*\})\s*", text, re.DOTALL)
+    """Read call:f{key:<|"|>text<|"|>,other:1}: strings between marks of their own, and keys without quotes.
+
+    Some models leave out the word before the colon.
+    """
+    found = re.fullmatch(r"\s*(?:call)?:(?P<name>[^{\s]+)(?P<arguments>\{.*\})\s*", text, re.DOTALL)
     if found is None:
         raise ValueError("not a call")
-    parts = found["arguments"].split('<|"|>')
-    if len(parts) % 2 == 0:
-        raise ValueError("a string without an end")
-    keyed = (re.sub(r'([{,]\s*+)([^\s{}\[\]:,"][^{}\[\]:,"]*+):', _quoted_key, part) for part in parts[::2])
-    texts = (write_json(part) for part in parts[1::2])
-    written = [next(keyed)]
-    for part in texts:
-        written += [part, next(keyed, "")]
-    return [_call(found["name"], read_json("".join(written)))]
-
-
-def _quoted_key(found: re.Match[str]) -> str:
-    return f"{found[1]}{write_json(found[2].rstrip())}:"
+    return [_call(found["name"], gemma_value(found["arguments"]))]

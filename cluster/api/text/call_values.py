@@ -18,15 +18,25 @@ _TYPES: Mapping[str, type | tuple[type, ...]] = {
     "null": type(None),
 }
 
+# Names of types that hand-written tools use in place of JSON schema's.
+_ALIASES = (
+    (re.compile(r"u?int\d*|long|short|unsigned\w*"), "integer"),
+    (re.compile(r"num|float\d*|double|decimal"), "number"),
+    (re.compile(r"bool"), "boolean"),
+    (re.compile(r"dict\w*|map|mapping|struct"), "object"),
+    (re.compile(r"list|arr|tuple|set|sequence"), "array"),
+    (re.compile(r"none|nil"), "null"),
+)
+
 
 class Brackets:
     """Follows brackets and strings in a text that grows, in time linear in its length."""
 
-    def __init__(self, quotes: str = '"', start: int = 0) -> None:
-        """Begin at character `start` of the text. `quotes`: the characters that begin and end strings."""
+    def __init__(self, quotes: str = '"', start: int = 0, depth: int = 0) -> None:
+        """Begin at character `start` of the text, with `depth` brackets open. `quotes`: begin and end strings."""
         self._next = re.compile(rf"\\.|[{quotes}{{}}\[\]()]", re.DOTALL)
         self._position = start
-        self._depth = 0
+        self._depth = depth
         self.quote = ""  # of the string that is open; empty outside strings
 
     def end(self, text: str, stop: int = sys.maxsize) -> int | None:
@@ -83,8 +93,13 @@ def _refuse(name: str) -> None:
 
 def schema_of(schemas: Schemas, function: str, parameter: str) -> Any:
     """Return the schema of one parameter; None where there is none."""
+    return properties_of(schemas, function).get(parameter)
+
+
+def properties_of(schemas: Schemas, function: str) -> Mapping[str, Any]:
+    """Return the schemas of a function's parameters by their names; empty where its schema says nothing of them."""
     properties = schemas.get(function, {}).get("properties")
-    return properties.get(parameter) if isinstance(properties, Mapping) else None
+    return properties if isinstance(properties, Mapping) else {}
 
 
 def typed(raw: str, types: Sequence[str]) -> Any:
@@ -118,18 +133,25 @@ def _literal(text: str) -> Any:
 def types_of(schema: Any) -> Sequence[str]:
     """Return the types that a schema allows, each once; empty: any. Parts of another form than a schema's say nothing.
 
-    A type that JSON schemas do not have is "string".
+    A type that neither JSON schemas nor hand-written tools have is "string".
     """
     if not isinstance(schema, Mapping):
         return ()
     given = schema.get("type")
     types = [given] if isinstance(given, str) else [name for name in _list(given) if isinstance(name, str)]
-    types = [name if name in _TYPES else "string" for name in types]
+    types = [_type_named(name) for name in types]
     for union in ("anyOf", "oneOf", "allOf"):
         for each in _list(schema.get(union)):
             types += types_of(each)
     types += ["string"] * any(isinstance(value, str) for value in _list(schema.get("enum")))
     return list(dict.fromkeys(types))
+
+
+def _type_named(name: str) -> str:
+    if name in _TYPES:
+        return name
+    base = name.lower().partition("[")[0]  # as in `list[str]`
+    return next((meant for pattern, meant in _ALIASES if pattern.fullmatch(base)), base if base in _TYPES else "string")
 
 
 def _list(value: Any) -> list[Any]:

@@ -10,9 +10,10 @@ from crossdock.cluster.api.http.limits import Charge
 from crossdock.cluster.api.slices import slices
 from crossdock.cluster.api.text.tokenizer import TextStream
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost
-from crossdock.workers.schedule.pictures.items import NO_ITEMS, Item
-from crossdock.workers.schedule.request import FinishReason, TokenDelta, TokenLogprobs
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.failures import failure_of
+from crossdock.workers.schedule.request.items import NO_ITEMS, Item
+from crossdock.workers.schedule.request.request import FinishReason, TokenDelta, TokenLogprobs
+from crossdock.workers.schedule.request.submission import Submission
 
 _Item = TypeVar("_Item")
 _BEGUN_AT_ONCE = 4  # streams of one request: each is placed when it begins, 1 ms
@@ -76,6 +77,7 @@ class Prompt:
     echo: str | None = None  # the prompt as text, where the answer repeats it
     offsets: list[int] = field(default_factory=list)  # where each of its tokens begins in that text, in characters
     items: Sequence[Item] = NO_ITEMS  # its pictures, by `start`
+    unread: Sequence[str] = ()  # kinds of texts of its messages that the template leaves out, see `Carried`
 
 
 @dataclass(slots=True)
@@ -98,11 +100,11 @@ class Choice:
         """Return the output that `delta` adds to the choice.
 
         Raises:
-            RuntimeError: the engine ended the request with an error.
+            Exception: the engine ended the request with an error, see `failure_of`.
             ReplicaLost: the request was aborted, and its answer would lack what is known of the prompt alone.
         """
         if delta.finish_reason is FinishReason.ERROR:
-            raise RuntimeError(delta.error)
+            raise failure_of(delta)
         if delta.finish_reason is FinishReason.ABORT and not self.has_begun and self._needs_first:
             raise ReplicaLost("the request was aborted before its first token")
         output = Output(self.index)
@@ -113,7 +115,8 @@ class Choice:
         if self.is_prompt_only:
             output.finish_reason = FinishReason.LENGTH.value
             return output
-        stream, token_ids = self.stream, delta.token_ids
+        stream = self.stream
+        token_ids = delta.token_ids
         num_shown = len(token_ids) - (delta.stop_token_id is not None and not self.shows_stop_token)
         start = len(self.prompt.echo or "")
         for i, token_id in enumerate(token_ids):
@@ -123,7 +126,8 @@ class Choice:
                 output.offsets.append(start + stream.num_chars)
             output.texts.append(stream.add(token_id) if i < num_shown else "")
             if stream.stopped is not None:
-                output.finish_reason, output.stop_reason = FinishReason.STOP.value, stream.stopped
+                output.finish_reason = FinishReason.STOP.value
+                output.stop_reason = stream.stopped
                 break
         else:
             if delta.finish_reason is not None:

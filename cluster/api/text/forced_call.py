@@ -4,9 +4,10 @@ import re
 from collections.abc import Mapping
 
 from crossdock.cluster.api.body.tool_calls import ForcedCall, before_arguments
-from crossdock.cluster.api.text.call_forms import SIGN
+from crossdock.cluster.api.text.call_ids import written_id
 from crossdock.cluster.api.text.call_values import Brackets
 from crossdock.cluster.api.text.message_parser import CallText, ContentText, Piece
+from crossdock.cluster.api.text.open_calls import SIGN
 
 
 def plain_openings(call: ForcedCall) -> dict[str, str]:
@@ -29,13 +30,15 @@ class ForcedCallText:
         self._index = -1
 
     def add(self, text: str) -> list[Piece]:
-        buffer, self._buffer = self._buffer, ""
+        buffer = self._buffer
+        self._buffer = ""
         buffer += text.replace(SIGN, "")  # in place, as no other name has the text
         self._buffer = buffer
         del buffer
         pieces: list[Piece] = []
         while True:
             name: str | None = None
+            call_id: str | None = None
             if self._brackets is None:
                 found = self._opening.search(self._buffer, self._position)
                 if found is None:
@@ -43,17 +46,23 @@ class ForcedCallText:
                     return pieces
                 assert found.lastindex is not None
                 name = self._names[found.lastindex - 1]
-                self._buffer, self._position = self._buffer[found.end() :], 0
-                self._brackets, self._num_shown, self._index = Brackets(), 0, self._index + 1
+                call_id = written_id(found[0])
+                self._buffer = self._buffer[found.end() :]
+                self._position = 0
+                self._brackets = Brackets()
+                self._num_shown = 0
+                self._index = self._index + 1
             end = self._brackets.end(self._buffer)
             arguments = self._buffer[self._num_shown : end]
             self._num_shown += len(arguments)
             if arguments or name is not None:
-                pieces.append(CallText(self._index, arguments, name))
+                pieces.append(CallText(self._index, arguments, name, call_id))
             if end is None:
                 return pieces
-            self._buffer, self._brackets = self._buffer[end:], None
+            self._buffer = self._buffer[end:]
+            self._brackets = None
 
     def finish(self, *, is_cut: bool) -> list[Piece]:
-        rest, self._buffer = self._buffer, ""
+        rest = self._buffer
+        self._buffer = ""
         return [ContentText(rest)] if rest and self._index < 0 else []

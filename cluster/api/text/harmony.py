@@ -13,6 +13,7 @@ from typing import Literal, TypeAlias
 from crossdock.cluster.api.text.call_forms import json_arguments
 from crossdock.cluster.api.text.call_values import Brackets, Schemas
 from crossdock.cluster.api.text.message_parser import CallText, ContentText, Piece, ReasoningText, num_held
+from crossdock.cluster.api.text.open_calls import JsonCall
 
 MARKERS: Sequence[str] = (
     "<|start|>",
@@ -71,13 +72,15 @@ class HarmonyText:
         self._part: _Part = "header"
         self._header = ""  # of a call, which is text if the call is malformed
         self._name = ""
+        self._open: JsonCall | None = None  # the call, from its first bracket on
         self._position = 0  # in the buffer; no marker ends a call before it
         self._strings = Brackets()  # of a call's arguments
         self._num_calls = 0
         self.add(prefix)
 
     def add(self, text: str) -> list[Piece]:
-        buffer, self._buffer = self._buffer, ""
+        buffer = self._buffer
+        self._buffer = ""
         buffer += text  # in place, as no other name has the text
         self._buffer = buffer
         del buffer
@@ -88,8 +91,12 @@ class HarmonyText:
 
     def finish(self, *, is_cut: bool) -> list[Piece]:
         pieces: list[Piece] = []
-        rest, self._buffer = self._buffer, ""
-        if self._part == "call" and (arguments := json_arguments(rest)) is not None:
+        rest = self._buffer
+        self._buffer = ""
+        if self._open is not None:
+            shown, _ = self._open.last(rest, is_cut=is_cut)
+            self._show(shown, pieces)
+        elif self._part == "call" and (arguments := json_arguments(rest)) is not None:
             self._call(arguments, pieces)
         elif self._part == "call":
             self._emit("content", self._header + rest, pieces)
@@ -108,9 +115,11 @@ class HarmonyText:
             start = self._patterns.body_end.search(self._buffer)  # its own marker must not begin it again
             end = 0 if start is None else start.end()
             self._emit("content", self._buffer[:end], pieces)
-            self._buffer, self._part = self._buffer[end:], "content"
+            self._buffer = self._buffer[end:]
+            self._part = "content"
             return True
-        header, self._buffer = self._buffer[: found.end()], self._buffer[found.end() :]
+        header = self._buffer[: found.end()]
+        self._buffer = self._buffer[found.end() :]
         if not found[0].endswith("message|>"):
             self._emit("content", header, pieces)
             return True
@@ -118,7 +127,9 @@ class HarmonyText:
         recipient = _RECIPIENT.search(header)
         self._part = "reasoning" if channels and channels[-1] == "analysis" else "content"
         if recipient is not None and self._schemas is not None:
-            self._part, self._header, self._name = "call", header, recipient[1]
+            self._part = "call"
+            self._header = header
+            self._name = recipient[1]
             self._position, self._strings = 0, Brackets()
         return True
 
@@ -134,6 +145,18 @@ class HarmonyText:
         return True
 
     def _read_call(self, pieces: list[Piece]) -> bool:
+        if self._open is None and self._name in (self._schemas or ()) and re.match(r"\s{0,64}\{", self._buffer):
+            self._call("", pieces)
+            self._open = JsonCall(self._patterns.ends, "marker")
+            self._buffer = self._buffer.lstrip()
+        if self._open is not None:
+            shown, end = self._open.take(self._buffer)
+            self._show(shown, pieces)
+            ended = None if end is None else self._patterns.body_end.match(self._buffer, end)
+            if ended is not None:
+                self._open = None
+                self._end_body(ended)
+            return ended is not None
         while (found := self._patterns.body_end.search(self._buffer, self._position)) is not None:
             self._position = found.end()
             if self._strings.end(self._buffer, found.start()) is None and self._strings.quote:
@@ -152,6 +175,10 @@ class HarmonyText:
         is_start = found[0].endswith("start|>")
         self._buffer = self._buffer[found.start() if is_start else found.end() :]
         self._part = "header"
+
+    def _show(self, arguments: str, pieces: list[Piece]) -> None:
+        if arguments:
+            pieces.append(CallText(self._num_calls - 1, arguments))
 
     def _call(self, arguments: str, pieces: list[Piece]) -> None:
         pieces.append(CallText(self._num_calls, arguments, self._name))

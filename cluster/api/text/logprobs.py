@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 from crossdock.cluster.api.slices import PAUSE_S
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.request import TokenLogprobs
+from crossdock.workers.schedule.request.request import TokenLogprobs
 
 _LOWEST_LOGPROB = -9999.0  # JSON has no infinities; vLLM's number
 _ENTRIES_AT_ONCE = 1536  # log-probabilities between two looks at other requests; under a millisecond
@@ -24,6 +24,7 @@ class LogprobWriter:
     def __init__(self, tokenizer: ModelTokenizer, *, as_ids: bool) -> None:
         self._tokenizer = tokenizer
         self._as_ids = as_ids
+        self._num_written = 0  # log-probabilities since other requests were served, of all choices together
 
     async def completion(
         self, positions: Sequence[tuple[int, TokenLogprobs | None]], offsets: Sequence[int]
@@ -34,7 +35,7 @@ class LogprobWriter:
         each token begins in the text, in characters.
         """
         result: dict[str, Any] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": list(offsets)}
-        async for token, logprob, top in _written(positions, self._completion_part, lambda pair: _size(pair[1])):
+        async for token, logprob, top in self._written(positions, self._completion_part, lambda pair: _size(pair[1])):
             result["tokens"].append(token)
             result["token_logprobs"].append(logprob)
             result["top_logprobs"].append(top)
@@ -53,11 +54,30 @@ class LogprobWriter:
             entry["top_logprobs"] = [self._chat_token(token_id, logprob) for token_id, logprob in ranked]
             return entry
 
-        return {"content": [entry async for entry in _written(positions, part, _size)], "refusal": None}
+        return {"content": [entry async for entry in self._written(positions, part, _size)], "refusal": None}
 
     async def prompt(self, positions: Sequence[TokenLogprobs | None]) -> list[dict[str, Any] | None]:
         """Return log-probabilities in vLLM's shape: an object a position, from token id to logprob, rank and text."""
-        return [entry async for entry in _written(positions, self._prompt_part, _size)]
+        return [entry async for entry in self._written(positions, self._prompt_part, _size)]
+
+    async def _written(
+        self, positions: Sequence[_Position], write: Callable[[_Position], _Part], size: Callable[[_Position], int]
+    ) -> AsyncGenerator[_Part, None]:
+        """Yield the result of `write` for each position.
+
+        Other requests are served after each `_ENTRIES_AT_ONCE` log-probabilities. A position with more leaves the event
+        loop for a thread.
+        """
+        for position in positions:
+            num = size(position)
+            if num > _ENTRIES_AT_ONCE:
+                yield await asyncio.to_thread(write, position)
+                continue
+            if self._num_written + num > _ENTRIES_AT_ONCE:
+                await asyncio.sleep(PAUSE_S)
+                self._num_written = 0
+            self._num_written += num
+            yield write(position)
 
     def token_name(self, token_id: int) -> str:
         """Return a token as text, or as OpenAI's completions write a part of a character: `bytes:\\xe2\\x82`."""
@@ -107,27 +127,6 @@ def num_entries(positions: Sequence[tuple[int, TokenLogprobs | None]]) -> int:
 
 def _size(position: TokenLogprobs | None) -> int:
     return 1 if position is None else 1 + len(position.top)
-
-
-async def _written(
-    positions: Sequence[_Position], write: Callable[[_Position], _Part], size: Callable[[_Position], int]
-) -> AsyncGenerator[_Part, None]:
-    """Yield the result of `write` for each position.
-
-    Other requests are served after each `_ENTRIES_AT_ONCE` log-probabilities. A position with more leaves the event
-    loop for a thread.
-    """
-    num_written = 0
-    for position in positions:
-        num = size(position)
-        if num > _ENTRIES_AT_ONCE:
-            yield await asyncio.to_thread(write, position)
-            continue
-        if num_written + num > _ENTRIES_AT_ONCE:
-            await asyncio.sleep(PAUSE_S)
-            num_written = 0
-        num_written += num
-        yield write(position)
 
 
 def _number(logprob: float) -> float:

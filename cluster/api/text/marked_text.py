@@ -9,11 +9,13 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, TypeAlias
 
-from crossdock.cluster.api.text.call_forms import SIGN, Call, CallForm, CallScan, Taken
+from crossdock.cluster.api.text.call_forms import Call, CallForm, CallScan, Taken
 from crossdock.cluster.api.text.call_values import Schemas
 from crossdock.cluster.api.text.message_parser import CallText, ContentText, Piece, ReasoningText, num_held
+from crossdock.cluster.api.text.open_calls import HEAD, SIGN, OpenCall, opening
 
 _MOST_OPEN = 8  # calls without an end, one in the other, after which the rest of an output is text
+_LONGEST_OPENING = 64  # characters of the beginning of a call without a marker, white space included
 _PART = 256  # characters that are decided together at the end of an output: each marker copies what follows it
 
 _Kind: TypeAlias = Literal["think", "answer", "call", "section", "nothing"]
@@ -39,6 +41,11 @@ class MarkedFamily:
         """Return every marker of the family."""
         openers = [mark for form in self.calls for mark in (form.opener, form.closer) if mark]
         return [*self.thinks, *self.answers, *openers, *self.sections, *self.nothing]
+
+    def call_openers(self) -> list[str]:
+        """Return the markers that may begin a call, or a section of calls."""
+        sections = (mark for mark in self.sections if "/" not in mark and "end" not in mark)
+        return [*(form.opener for form in self.calls if form.opener), *sections]
 
     def signed(self, tokens: Collection[str]) -> "MarkedFamily":
         """Return the family in a text that has a sign before each of these tokens where it is a token of its own."""
@@ -95,11 +102,14 @@ class MarkedText:
         self._drops_space = is_thinking  # after a marker, white space with a line break belongs to the marker
         self._section = ""  # a marker of a section, which is text if no call follows it or came before it
         self._after_call = False
+        self._open: OpenCall | None = None  # of which the buffer has all since its function was known
+        self._open_closer = ""
         self._scan: CallScan | None = None  # of the call that the buffer begins with
         self._num_calls = 0
 
     def add(self, text: str) -> list[Piece]:
-        buffer, self._buffer = self._buffer, ""
+        buffer = self._buffer
+        self._buffer = ""
         buffer += text  # in place, as no other name has the text: a long call is not copied at each token
         self._buffer = buffer
         del buffer
@@ -111,12 +121,15 @@ class MarkedText:
     def finish(self, *, is_cut: bool) -> list[Piece]:
         pieces: list[Piece] = []
         for _ in range(_MOST_OPEN):
+            if self._open is not None:
+                arguments, end = self._open.last(self._buffer, is_cut=is_cut)
+                self._end_call(arguments, end, pieces)
+                self._add_parts(pieces)
+                continue
             if (scan := self._scan) is None or (not self._buffer.strip() and scan.form.opener):
                 break  # a marker alone says nothing
             self._resolve(scan, scan.last(self._buffer, is_cut=is_cut), pieces)
-            rest, self._buffer = self._buffer, ""
-            for start in range(0, len(rest), _PART):
-                pieces += self.add(rest[start : start + _PART])
+            self._add_parts(pieces)
         else:
             self._text(self._scan.form.opener if self._scan is not None else "", pieces)
         self._text(self._buffer, pieces)
@@ -126,9 +139,25 @@ class MarkedText:
         self._space = ""
         return pieces
 
+    def _add_parts(self, pieces: list[Piece]) -> None:
+        """Decide the buffer at the end of an output."""
+        rest = self._buffer
+        self._buffer = ""
+        for start in range(0, len(rest), _PART):
+            pieces += self.add(rest[start : start + _PART])
+
     def _step(self, pieces: list[Piece]) -> bool:
         """Decide a part of the buffer. Returns whether there may be more to decide."""
+        if self._open is not None:
+            arguments, end = self._open.take(self._buffer)
+            if end is None:
+                self._show(arguments, pieces)
+                return False
+            self._end_call(arguments, end, pieces)
+            return True
         if self._scan is not None:
+            if self._opens(self._scan, pieces):
+                return True
             taken = self._scan.take(self._buffer)
             if taken is None:
                 return False
@@ -136,11 +165,14 @@ class MarkedText:
             return True
         if self._bare is not None and self._begins_bare(self._bare):
             return True
+        if self._bare is not None and self._bare.in_content and not self._is_thinking:
+            return self._step_to_bare(self._bare, pieces)
         markers = self._in_thinking if self._is_thinking else self._in_content if self._has_content else self._first
         found = markers.pattern.search(self._buffer)
         if found is None:
             end = len(self._buffer) - num_held(self._buffer, markers.kinds)
-            text, self._buffer = self._buffer[:end], self._buffer[end:]
+            text = self._buffer[:end]
+            self._buffer = self._buffer[end:]
             self._text(text, pieces)
             return False
         before = self._buffer[: found.start()]
@@ -164,6 +196,28 @@ class MarkedText:
         self._scan = CallScan(form, self._schemas)
         return True
 
+    def _step_to_bare(self, form: CallForm, pieces: list[Piece]) -> bool:
+        """Decide the text before the next beginning of a call that has no marker, or of another marker."""
+        found = self._in_content.pattern.search(self._buffer)
+        end = len(self._buffer) if found is None else found.start()
+        start, is_call = _beginning(self._buffer, end, form.in_content)
+        if start < end or is_call:
+            text = self._buffer[:start]
+            self._buffer = self._buffer[start:]
+            self._text(text, pieces)
+            if is_call:
+                self._scan = CallScan(form, self._schemas)
+            return is_call
+        if found is None:
+            end -= num_held(self._buffer, self._in_content.kinds)
+        self._text(self._buffer[:end], pieces)
+        self._buffer = self._buffer[end:]
+        if found is None:
+            return False
+        self._buffer = self._buffer[len(found[0]) :]
+        self._marker(found[0], self._in_content.kinds[found[0]], pieces)
+        return True
+
     def _marker(self, mark: str, kind: _Kind, pieces: list[Piece]) -> None:
         match kind:
             case "think" | "answer":
@@ -179,13 +233,16 @@ class MarkedText:
 
     def _end_text(self, pieces: list[Piece]) -> None:
         """End a text before a marker. White space with a line break between them belongs to the marker."""
-        space, self._space, self._drops_space = self._space, "", True
+        space = self._space
+        self._space = ""
+        self._drops_space = True
         if "\n" not in space and (self._is_thinking or self._has_content):
             self._emit(space, pieces)
 
     def _resolve(self, scan: CallScan, taken: Taken, pieces: list[Piece]) -> None:
         """Take a call, or a text that looked like a call, out of the buffer."""
-        body, self._buffer = self._buffer[: taken.end], self._buffer[taken.end :]
+        body = self._buffer[: taken.end]
+        self._buffer = self._buffer[taken.end :]
         self._scan = None
         if taken.calls:
             self._calls(taken.calls, pieces)
@@ -193,23 +250,46 @@ class MarkedText:
         self._text(scan.form.opener + body, pieces)
         self._has_content = self._has_content or not self._is_thinking  # no bracket begins a call after this
 
+    def _opens(self, scan: CallScan, pieces: list[Piece]) -> bool:
+        """Open a call of a known function whose arguments begin. Returns whether there is one."""
+        form = scan.form
+        found = opening(form.head, self._buffer, self._schemas) if form.head and scan.may_open else None
+        scan.may_open = len(self._buffer) < HEAD
+        if found is None:
+            return False
+        self._scan, self._open, self._open_closer = None, form.opened(found["name"], self._schemas), form.closer
+        self._calls([Call(found["name"], "", found.groupdict().get("id"))], pieces)
+        self._buffer = self._buffer[found.end() :]
+        return True
+
+    def _end_call(self, arguments: str, end: int, pieces: list[Piece]) -> None:
+        """End the call that is open, and take it out of the buffer."""
+        self._show(arguments, pieces)
+        self._buffer = self._buffer[end:].removeprefix(self._open_closer)
+        self._open = None
+
+    def _show(self, arguments: str, pieces: list[Piece]) -> None:
+        if arguments:
+            pieces.append(CallText(self._num_calls - 1, arguments))
+
     def _calls(self, calls: Sequence[Call], pieces: list[Piece]) -> None:
         self._section = ""
         self._end_text(pieces)
         self._is_thinking = False
         for call in calls:
-            pieces.append(CallText(self._num_calls, call.arguments, call.name))
+            pieces.append(CallText(self._num_calls, call.arguments, call.name, call.id))
             self._num_calls += 1
         self._after_call = True
 
     def _text(self, text: str, pieces: list[Piece]) -> None:
-        """Show text, but for white space at its end, and at its beginning after a marker."""
+        """Emit text without trailing white space and, after a marker, without leading white space."""
         stripped = text.rstrip()
         if not stripped:
             self._space += text
             return
         if self._section:
-            held, self._section = self._section, ""
+            held = self._section
+            self._section = ""
             if not self._after_call:
                 self._emit(held, pieces)
         self._after_call = False
@@ -225,3 +305,19 @@ class MarkedText:
     def _emit(self, text: str, pieces: list[Piece]) -> None:
         if text := text.replace(SIGN, ""):
             pieces.append(ReasoningText(text) if self._is_thinking else ContentText(text))
+
+
+def _beginning(text: str, end: int, opening: str) -> tuple[int, bool]:
+    """Return where an opening begins before `end`, and whether all of it has come; `end`: nowhere.
+
+    White space within the opening does not count, up to some characters.
+    """
+    at = text.find(opening[0], 0, end)
+    while at >= 0:
+        part = "".join(text[at : min(at + _LONGEST_OPENING, end)].split())
+        if part.startswith(opening):
+            return at, True
+        if opening.startswith(part) and end == len(text) and end - at < _LONGEST_OPENING:
+            return at, False
+        at = text.find(opening[0], at + 1, end)
+    return end, False

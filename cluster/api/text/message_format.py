@@ -12,19 +12,28 @@ from crossdock.cluster.api.body.parser_names import AUTO, REASONING_PARSERS, TOO
 from crossdock.cluster.api.body.tool_calls import ForcedCall
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.text import harmony
-from crossdock.cluster.api.text.call_forms import SIGN
+from crossdock.cluster.api.text.call_ids import CALL_IDS, CallIds, NewIds, num_calls
 from crossdock.cluster.api.text.call_values import Schemas
-from crossdock.cluster.api.text.families import FAMILIES, TEMPLATE_SIGNS
+from crossdock.cluster.api.text.families import FAMILIES, family_in
 from crossdock.cluster.api.text.forced_call import ForcedCallText, plain_openings
 from crossdock.cluster.api.text.harmony import HarmonyText
 from crossdock.cluster.api.text.marked_text import MarkedFamily, MarkedText
 from crossdock.cluster.api.text.message_parser import ChatMessage, MessageParser, PlainText, ReasonedText
+from crossdock.cluster.api.text.open_calls import SIGN
 from crossdock.cluster.api.text.reasoning_grammar import ReasoningGrammar
-from crossdock.cluster.api.text.strict_calls import forced_calls, form_of, harmony_call, strict_calls, tagged_calls
+from crossdock.cluster.api.text.strict_calls import (
+    GPT_OSS,
+    calls_or_format,
+    forced_calls,
+    form_of,
+    harmony_call,
+    strict_calls,
+    tagged_calls,
+)
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.submission import Grammar
+from crossdock.workers.schedule.request.submission import Grammar
 
-_GPT_OSS = "gpt_oss"
+_PYTHONIC = "llama4_pythonic"  # its calls have no marker
 _TAIL = 32  # tokens at the end of a prompt, where a template begins the answer
 
 
@@ -37,6 +46,7 @@ class MessageReading:
     grammar: Grammar | None
     body: ChatCompletionRequest
     is_named: bool
+    call_ids: CallIds | None = None  # the form of the family's; None: any id will do
 
     def message(self) -> ChatMessage:
         """Return the message of one choice, which has not begun."""
@@ -45,6 +55,7 @@ class MessageReading:
             shows_reasoning=self.body.include_reasoning,
             most_calls=None if self.body.parallel_tool_calls else 1,
             is_named=self.is_named,
+            ids=None if self.call_ids is None else NewIds(self.call_ids, num_calls(self.body.messages)),
         )
 
 
@@ -66,10 +77,12 @@ class MessageFormat:
         tools = found if tool_parser == AUTO else family_of(tool_parser, TOOL_PARSERS)
         reasoning = found if reasoning_parser == AUTO else family_of(reasoning_parser, REASONING_PARSERS)
         self._tools, self._call_form = tools, form_of(tools, tokenizer.chat_template)
+        self.call_ids = CALL_IDS.get(tools or "")
         self._reasoning_family = reasoning
         self._special = tokenizer.special_tokens()
-        self._is_gpt_oss = _GPT_OSS in (tools, reasoning)
-        calls, thoughts = FAMILIES.get(tools or "", MarkedFamily()), FAMILIES.get(reasoning or "", MarkedFamily())
+        self._is_gpt_oss = GPT_OSS in (tools, reasoning)
+        calls = FAMILIES.get(tools or "", MarkedFamily())
+        thoughts = FAMILIES.get(reasoning or "", MarkedFamily())
         self._family = replace(calls, thinks=thoughts.thinks, answers=thoughts.answers)
         tokens = tokenizer.added_tokens()
         # Grammars name these by their ids: llguidance allows no special token, and none in angle brackets, as a text.
@@ -87,39 +100,44 @@ class MessageFormat:
     @property
     def families(self) -> dict[str, str | None]:
         """Return the family as which tool calls are read, and that of the reasoning; None: they stay content."""
-        tools, reasoning = self._tools, self._reasoning_family
-        has_calls = tools == _GPT_OSS or bool(self._family.calls)
-        has_thoughts = reasoning == _GPT_OSS or bool(self._family.thinks)
+        tools = self._tools
+        reasoning = self._reasoning_family
+        has_calls = tools == GPT_OSS or bool(self._family.calls)
+        has_thoughts = reasoning == GPT_OSS or bool(self._family.thinks)
         return {"tool_family": tools if has_calls else None, "reasoning_family": reasoning if has_thoughts else None}
 
-    @property
-    def can_bound_reasoning(self) -> bool:
-        """Whether one token begins the model's reasoning and one ends it, so that a grammar can."""
-        return self._opens is not None and self._closes is not None
+    def can_bound_reasoning(self, body: ChatCompletionRequest, prompt_token_ids: Sequence[int]) -> bool:
+        """Return whether a grammar can end the reasoning of an answer to this prompt.
+
+        One token must end it, and one must begin it unless the prompt has begun it.
+        """
+        if self._closes is None:
+            return False
+        return self._opens is not None or self._is_thinking(body, self._end(prompt_token_ids))
 
     def reading(self, body: ChatCompletionRequest, prompt_token_ids: Sequence[int]) -> MessageReading:
         """Return how the answers of a request are read.
 
-        Raises ApiError for a bound of reasoning that cannot be kept.
+        Raises ApiError for a bound of reasoning that strict tools do not leave.
         """
-        reads_end = self._is_gpt_oss or self._family.thinks  # else nothing that a template writes there matters
-        end = self._tokenizer.decode(prompt_token_ids[-_TAIL:]) if reads_end else ""
-        is_thinking = end.rstrip().endswith(tuple(self._family.thinks) or "\0")
-        if body.continue_final_message:
-            is_thinking = is_thinking or _is_unanswered(last_assistant_text(body.messages), self._family)
-        given, call = body.grammar(), body.forced_call()
+        end = self._end(prompt_token_ids)
+        is_thinking = self._is_thinking(body, end)
+        given = body.grammar()
+        call = body.forced_call()
         if call is not None and (own := self._own_reading(call, body, end, is_thinking=is_thinking)) is not None:
             return own
         openings = None if call is None else plain_openings(call)
         if call is not None and (native := self._native(call, body)) is not None:
             given, openings = native
-        reads_strict = given is None and self._reads_calls(body)
-        strict = strict_calls(self._call_form, body.tools, self._tokens) if reads_strict else None
+        strict = None if call is not None else self._with_calls(body, given, end)
+        if strict is not None:
+            given = None  # the answer may be calls
         grammar = strict or given
         if (around := self._reasoning(body, is_thinking=is_thinking)) is not None:
             if strict is not None and around.opens is not None and around.budget is not None:
+                param = "thinking_token_budget"
                 reason = "the prompt does not begin the reasoning, which then has no bound beside strict tools"
-                raise _refused_budget(reason)
+                raise ApiError(f"'{param}' is not supported: {reason}.", param=param, code="unsupported_parameter")
             grammar = around.around(grammar, has_rules=call is not None or strict is not None)
         parser: Callable[[], MessageParser] = partial(
             self._parser, body, end, openings, is_thinking=is_thinking, is_constrained=given is not None
@@ -129,11 +147,42 @@ class MessageFormat:
             parser = PlainText if openings is None else partial(ForcedCallText, openings)
             shown = {} if openings is None else shown
         elif not (self._is_gpt_oss or self._family.thinks or (self._family.calls and self._reads_calls(body))):
-            parser, shown = PlainText, {}
-        return MessageReading(parser, shown, grammar, body, is_named=call is not None and call.is_named)
+            parser = PlainText
+            shown = {}
+        is_named = call is not None and call.is_named
+        return MessageReading(parser, shown, grammar, body, is_named, self.call_ids)
+
+    def _end(self, prompt_token_ids: Sequence[int]) -> str:
+        """Return the end of a prompt, where a template begins the answer; empty where nothing there matters."""
+        reads_end = self._is_gpt_oss or self._family.thinks
+        return self._tokenizer.decode(prompt_token_ids[-_TAIL:]) if reads_end else ""
+
+    def _is_thinking(self, body: ChatCompletionRequest, end: str) -> bool:
+        """Return whether the reasoning has begun at the end of a prompt."""
+        if end.rstrip().endswith(tuple(self._family.thinks) or "\0"):
+            return True
+        return body.continue_final_message and _is_unanswered(last_assistant_text(body.messages), self._family)
 
     def _reads_calls(self, body: ChatCompletionRequest) -> bool:
         return self._reads_unforced_calls and bool(body.template_tools())
+
+    def _with_calls(self, body: ChatCompletionRequest, given: Grammar | None, end: str) -> Grammar | None:
+        """Return the grammar of an answer that may have calls; None where no grammar is needed for these.
+
+        `given`: the constraint of the request. That of `response_format` is about content alone.
+        """
+        if not self._reads_calls(body):
+            return None
+        if given is None:
+            return strict_calls(self._call_form, body.tools, self._tokens)
+        form = body.content_format()
+        if form is None or (self._is_gpt_oss and not end.endswith("<|start|>assistant")):
+            return None
+        is_single = not body.parallel_tool_calls
+        openers = self._family.call_openers()
+        if self._tools == _PYTHONIC:
+            openers = [f"[{tool['function']['name']}(" for tool in body.tools]
+        return calls_or_format(self._call_form, openers, body.tools, form, self._tokens, is_single=is_single)
 
     def _native(self, call: ForcedCall, body: ChatCompletionRequest) -> tuple[Grammar, dict[str, str]] | None:
         """Return the grammar of forced calls in the family's own form; None: they have the form for any model."""
@@ -149,7 +198,7 @@ class MessageFormat:
         """
         schemas = _schemas(body.tools)
         parser: Callable[[], MessageParser]
-        if self._tools == _GPT_OSS and end.endswith("<|start|>assistant"):
+        if self._tools == GPT_OSS and end.endswith("<|start|>assistant"):
             grammar = harmony_call(call, self._tokens)
             parser = partial(HarmonyText, schemas, "", SIGN if self._shown_always else "")
         else:
@@ -161,15 +210,13 @@ class MessageFormat:
         body.grammar()  # refuses another constraint beside the call
         if (around := self._reasoning(body, is_thinking=is_thinking)) is not None:
             grammar = around.around(grammar, has_rules=True)
-        return MessageReading(parser, self._shown_for_calls, grammar, body, is_named=call.is_named)
+        return MessageReading(parser, self._shown_for_calls, grammar, body, call.is_named, self.call_ids)
 
     def _reasoning(self, body: ChatCompletionRequest, *, is_thinking: bool) -> ReasoningGrammar | None:
         """Return the grammar of the reasoning; None where the reasoning has no single token that ends it."""
-        budget = None if body.thinking_token_budget == -1 else body.thinking_token_budget
         if self._closes is None or (self._opens is None and not is_thinking):
-            if budget is not None:
-                raise _refused_budget("this model marks the end of its reasoning by no token of its own")
             return None
+        budget = None if body.thinking_token_budget == -1 else body.thinking_token_budget
         return ReasoningGrammar(None if is_thinking else self._opens, self._closes, budget)
 
     def _parser(
@@ -201,16 +248,6 @@ class MessageFormat:
             elif text in family.inner:
                 shown[token_id] = text
         return shown
-
-
-def family_in(chat_template: str) -> str | None:
-    """Return the family whose marker a chat template has; None for none of them."""
-    return next((family for sign, family in TEMPLATE_SIGNS if sign in chat_template), None)
-
-
-def _refused_budget(reason: str) -> ApiError:
-    param = "thinking_token_budget"
-    return ApiError(f"'{param}' is not supported here: {reason}.", param=param, code="unsupported_parameter")
 
 
 def _schemas(tools: Sequence[Mapping[str, Any]]) -> Schemas:

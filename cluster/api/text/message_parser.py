@@ -6,10 +6,11 @@ pieces add up to the same message.
 
 import uuid
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeAlias
 
-from crossdock.workers.schedule.request import FinishReason
+from crossdock.cluster.api.text.call_ids import NewIds
+from crossdock.workers.schedule.request.request import FinishReason
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +29,15 @@ class ReasoningText:
 
 @dataclass(frozen=True, slots=True)
 class CallText:
-    """A part of a tool call. The first part of each call has its name; all have a part of the arguments, as JSON."""
+    """A part of a tool call. The first part of each call has its name; all have a part of the arguments, as JSON.
+
+    `id`: beside the name, where the family has ids of its own; None: any id will do.
+    """
 
     index: int
     arguments: str
     name: str | None = None
+    id: str | None = None
 
 
 def num_held(text: str, marks: Collection[str]) -> int:
@@ -93,7 +98,8 @@ class ChatMessage:
     """One choice's message in the form of OpenAI's chats, whole and as deltas.
 
     `shows_reasoning`: false where the client does not want it (`include_reasoning`). `most_calls`: later calls are left
-    out (`parallel_tool_calls`). `is_named`: the client has named the function, so a call ends as a text does.
+    out (`parallel_tool_calls`). `is_named`: the client has named the function, so a call ends as a text does. `ids`: in
+    the form of the model's family; None: it has no form.
 
     Texts come one per token, so that `reasoning_tokens` is the same however many tokens a step has. A token without a
     piece, such as a marker, counts with the next piece.
@@ -104,6 +110,7 @@ class ChatMessage:
     most_calls: int | None = None
     is_named: bool = False
     new_call_id: Callable[[], str] = _new_call_id
+    ids: NewIds | None = None
     num_calls: int = 0
     reasoning_tokens: int = 0  # also of reasoning that the client does not want
     _undecided_tokens: int = field(default=0, init=False)
@@ -141,12 +148,18 @@ class ChatMessage:
         return [piece for piece in pieces if self._is_wanted(piece)]
 
     def _counted(self, pieces: list[Piece]) -> list[Piece]:
-        """Count the tokens since the last piece, if there are pieces now, and return the pieces."""
+        """Count the tokens since the last piece, if there are pieces now. Returns the pieces, and calls with ids."""
         if pieces:
+            pieces = [self._identified(piece) if isinstance(piece, CallText) else piece for piece in pieces]
             if any(isinstance(piece, ReasoningText) for piece in pieces):
                 self.reasoning_tokens += self._undecided_tokens
             self._undecided_tokens = 0
         return pieces
+
+    def _identified(self, piece: CallText) -> CallText:
+        if piece.name is None or self.ids is None:
+            return piece
+        return replace(piece, id=self.ids.next(piece.name, piece.id))
 
     def _is_wanted(self, piece: Piece) -> bool:
         if isinstance(piece, CallText):
@@ -176,4 +189,4 @@ class ChatMessage:
             return {"index": piece.index, "function": {"arguments": piece.arguments}}
         self.num_calls += 1
         function = {"name": piece.name, "arguments": piece.arguments}
-        return {"index": piece.index, "id": self.new_call_id(), "type": "function", "function": function}
+        return {"index": piece.index, "id": piece.id or self.new_call_id(), "type": "function", "function": function}

@@ -10,7 +10,7 @@ from threading import Lock
 from typing import Any, Self
 
 _MOST_BYTES = 16 << 20  # kept, of texts and ids
-_MOST_TOKENS = 4096  # that divide texts: more would make a slow pattern
+_MOST_TOKENS = 4096  # tokens that divide texts: more would make a slow pattern
 _INDEPENDENT = {"ByteLevel", "Digits", "Split"}  # pre-tokenizers that see no text but what they divide
 
 

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from crossdock.workers.schedule.submission import Grammar
+from crossdock.workers.schedule.request.submission import CLOSED, Grammar
 
 # As for JSON without reasoning: a small model would fill its answer with line breaks.
 _WHITESPACE = {"whitespace_pattern": r"[ \n\t\r]{1,20}"}
@@ -34,7 +34,7 @@ class ReasoningGrammar:
             return None if self.budget is None else self._lark(f"({self._any()})?")
         if self.opens is not None:
             return answer  # the model does not have to reason, and the answer is constrained from its first token
-        rule = _rule(answer, has_rules=has_rules)
+        rule = answer_rule(answer, has_rules=has_rules)
         return answer if rule is None else self._lark(r"/\n{0,2}/ answer", rule)
 
     def _any(self) -> str:
@@ -50,14 +50,14 @@ class ReasoningGrammar:
         return Grammar("lark", "\n".join([*lines, *([] if self.budget == 0 else [rf"thinking{limit}: /(.|\n)*/"])]))
 
 
-def _rule(grammar: Grammar, *, has_rules: bool) -> str | None:
+def answer_rule(grammar: Grammar, *, has_rules: bool = False) -> str | None:
     """Return the rule `answer` of a grammar; None where it cannot be a rule among others."""
     match grammar.kind:
         case "json_object":
             return f"answer: {json_rule({'type': 'object'})}"
         case "json_schema":
             schema = json.loads(grammar.source)
-            return f"answer: {json_rule(schema)}" if isinstance(schema, dict) else None
+            return f"answer: {json_rule(schema, is_closed=True)}" if isinstance(schema, dict) else None
         case "choice":
             return "answer: " + " | ".join(map(json.dumps, json.loads(grammar.source)))
         case "lark" if has_rules:
@@ -68,6 +68,7 @@ def _rule(grammar: Grammar, *, has_rules: bool) -> str | None:
             return None
 
 
-def json_rule(schema: Mapping[str, Any]) -> str:
-    """Return a JSON schema as a part of a rule."""
-    return "%json " + json.dumps({**schema, "x-guidance": _WHITESPACE})
+def json_rule(schema: Mapping[str, Any], *, is_closed: bool = False) -> str:
+    """Return a JSON schema as a part of a rule. `is_closed`: only properties that it declares are generated."""
+    marked = {CLOSED: True} if is_closed else {}
+    return "%json " + json.dumps({**schema, **marked, "x-guidance": _WHITESPACE})

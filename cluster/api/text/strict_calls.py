@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from crossdock.cluster.api.body.constraints import from_text
-from crossdock.cluster.api.body.tool_calls import ForcedCall
-from crossdock.cluster.api.text.reasoning_grammar import json_rule
-from crossdock.workers.schedule.submission import Grammar
+from crossdock.cluster.api.body.tool_calls import ForcedCall, arguments_schema
+from crossdock.cluster.api.text.reasoning_grammar import answer_rule, json_rule
+from crossdock.workers.schedule.request.submission import Grammar
 
 # How a call is written: the marker that begins it, the text before the arguments, and the text after them. `{name}` and
 # `{json}` stand for the function's name, bare and as JSON, and a NUL for a number.
@@ -48,6 +48,7 @@ _TAGGED = {
     "glm": ("<tool_call>{name}\n", "<arg_key>{key}</arg_key>\n<arg_value>", "</arg_value>", "\n", "</tool_call>"),
 }
 _HAS_LOOSE_LINES = ("glm",)
+GPT_OSS = "gpt_oss"
 _NUMBER = "[0-9]{1,6}"  # of a call; without a bound, a model could write digits for ever
 _PLAIN_NAME = re.compile(r"[\w.\-]+")
 _OBJECT_WORDS = {"$defs", "$schema", "additionalProperties", "description", "properties", "required", "title", "type"}
@@ -84,11 +85,12 @@ def strict_calls(
         rules.append(r"TEXT: /(.|\n)*/")
     rules.append("called: " + " | ".join(f"called{i}" for i in range(len(functions))))
     for i, function in enumerate(functions):
-        schema = function.get("parameters") if function.get("strict") is True else None
+        is_strict = function.get("strict") is True
         name = str(function["name"])
         head = before.replace("{name}", name).replace("{json}", json.dumps(name))
         rules.append(f"called{i}: {_parts(head, token_ids)} arguments{i} {_parts(after, token_ids)}")
-        rules.append(f"arguments{i}: {json_rule(schema if isinstance(schema, dict) else {'type': 'object'})}")
+        schema = arguments_schema(function, f"tools[{i}].function") if is_strict else {"type": "object"}
+        rules.append(f"arguments{i}: {json_rule(schema, is_closed=is_strict)}")
     return from_text("lark", "\n".join(rules), "tools")
 
 
@@ -112,11 +114,77 @@ def forced_calls(
         head = opener + before.replace("{name}", name).replace("{json}", json.dumps(name))
         head_parts, tail_parts = (_parts(part, token_ids, exact=True) for part in (head, after))
         rules.append(f"call{i}: {head_parts} arguments{i} {tail_parts}")
-        rules.append(f"arguments{i}: {json_rule(schema)}")
+        rules.append(f"arguments{i}: {json_rule(schema, is_closed=True)}")
         openings[name] = re.escape(head).replace(re.escape("\0"), _NUMBER)
     grammar = from_text("lark", "\n".join(rules), "tools")
     assert grammar is not None
     return grammar, openings
+
+
+def calls_or_format(
+    family: str | None,
+    openers: Sequence[str],
+    tools: Sequence[Mapping[str, Any]],
+    form: Grammar,
+    token_ids: Mapping[str, int],
+    *,
+    is_single: bool,
+) -> Grammar | None:
+    """Return the grammar of answers that are calls or content in a format; None where no marker begins calls.
+
+    `openers`: the markers that may begin a call. A family whose form is not JSON writes as it likes after one.
+    Raises ApiError for schemas that are too long.
+    """
+    content = answer_rule(form)
+    if content is None:
+        return None
+    functions = [tool["function"] for tool in tools]
+    schemas = {
+        str(function["name"]): arguments_schema(function, f"tools[{i}].function")
+        if function.get("strict") is True
+        else {"type": "object"}
+        for i, function in enumerate(functions)
+    }
+    if family == "llama3_json":
+        calls = _calls_beside_json(schemas, is_single=is_single)
+    elif native := forced_calls(family, ForcedCall(schemas, is_named=False), token_ids, is_single=is_single):
+        calls = native[0].source.replace("start:", "calls:", 1)
+    elif family == GPT_OSS and token_ids.keys() >= set(_HARMONY):
+        return _harmony_calls_or_format(content, token_ids)
+    elif openers:
+        calls = f"calls: ({' | '.join(_parts(mark, token_ids, exact=True) for mark in openers)}) <[*]>*"
+    else:
+        return None
+    rules = ["start: calls | content", calls, content.replace("answer:", "content:", 1)]
+    return from_text("lark", "\n".join(rules), "tools")
+
+
+def _calls_beside_json(schemas: Mapping[str, Mapping[str, Any]], *, is_single: bool) -> str:
+    """Return the rules of Llama's calls where the answer may also be other JSON.
+
+    Each mark of JSON is a text of its own: llguidance takes the longest text that may come, and cannot go back to a
+    shorter one.
+    """
+    more = "" if is_single else ' (";" " " call)*'
+    rules = [f"calls: call{more}"]
+    rules.append("call: " + " | ".join(f"call{i}" for i in range(len(schemas))))
+    for i, (name, schema) in enumerate(schemas.items()):
+        parts = ["{", '"name"', ":", " ", json.dumps(name), ",", " ", '"parameters"', ":", " "]
+        rules.append(f'call{i}: {" ".join(map(json.dumps, parts))} arguments{i} "}}"')
+        rules.append(f"arguments{i}: {json_rule(schema, is_closed=True)}")
+    return "\n".join(rules)
+
+
+def _harmony_calls_or_format(content: str, token_ids: Mapping[str, int]) -> Grammar | None:
+    channel, message, end, start = (f"<[{token_ids[mark]}]>" for mark in _HARMONY[:4])
+    rules = [
+        "start: analysis? (call | final)",
+        f'analysis: {channel} "analysis" {message} /(.|\\n)*/ {end} {start} "assistant"',
+        f'call: ({channel} "commentary" | " to=functions.") <[*]>*',
+        f'final: {channel} "final" {message} content',
+        content.replace("answer:", "content:", 1),
+    ]
+    return from_text("lark", "\n".join(rules), "tools")
 
 
 def tagged_calls(
@@ -158,7 +226,8 @@ def _tagged_values(schema: Mapping[str, Any]) -> list[tuple[str, str, bool]] | N
 
     `text` is the grammar of any text.
     """
-    properties, required = schema.get("properties", {}), schema.get("required", ())
+    properties = schema.get("properties", {})
+    required = schema.get("required", ())
     is_plain = schema.keys() <= _OBJECT_WORDS and schema.get("type", "object") == "object"
     has_known_names = isinstance(properties, dict) and isinstance(required, list | tuple)
     if not is_plain or not has_known_names or not all(isinstance(key, str) and key in properties for key in required):
@@ -177,7 +246,7 @@ def _tagged_value(schema: Any, shared: Mapping[str, Any]) -> str | None:
     if not isinstance(schema, dict) or "$ref" in schema or not isinstance(schema.get("type"), str):
         return None
     if schema["type"] != "string":
-        return json_rule({**schema, **({"$defs": shared} if shared else {})})
+        return json_rule({**schema, **({"$defs": shared} if shared else {})}, is_closed=True)
     if "enum" in schema:
         texts = schema["enum"]
         is_list = isinstance(texts, list) and len(texts) > 0
@@ -203,7 +272,7 @@ def harmony_call(call: ForcedCall, token_ids: Mapping[str, int]) -> Grammar | No
     for i, (name, schema) in enumerate(call.parameters.items()):
         recipient = json.dumps(f"commentary to=functions.{name} ")
         rules.append(f'call{i}: {channel} {recipient} {constrain} "json" {message} arguments{i} {last}')
-        rules.append(f"arguments{i}: {json_rule(schema)}")
+        rules.append(f"arguments{i}: {json_rule(schema, is_closed=True)}")
     return from_text("lark", "\n".join(rules), "tools")
 
 

@@ -9,6 +9,7 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Protocol, Self
 
@@ -16,13 +17,17 @@ from jinja2 import TemplateSyntaxError
 
 from crossdock.cluster.api.body.stop_strings import StopStrings, StopTable
 from crossdock.cluster.api.text.pieces import TextPieces
+from crossdock.cluster.api.text.tokenizer_fields import class_with_code, log_passed_over
+from crossdock.workers.model.weights.untrusted import naming
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 _ONE_EACH = "crossdock.one_each"
 # Like the ByteFallback decoder: one U+FFFD for every byte that belongs to no character.
 codecs.register_error(_ONE_EACH, lambda error: ("\ufffd" * (error.end - error.start), error.end))  # type: ignore[attr-defined]
+_NO_TEMPLATE = "this model has no chat template, so messages cannot be turned into a prompt; --chat-template gives one"
 _PROBE = "crossdock-probe"  # a text that no chat template writes by itself
 _MOST_WAITING = 16  # tokens that together have no text yet
+_BORDER = 64  # characters of two texts that tell whether a word reaches from one into the other
 _PRIMING = 4  # tokens; no UTF-8 character is longer than four bytes
 
 
@@ -49,10 +54,26 @@ class ModelTokenizer:
 
     @classmethod
     def load(cls, folder: Path) -> Self:
-        """Load the tokenizer of a Hugging Face directory."""
+        """Load the tokenizer of a Hugging Face directory. The log names the fields of its files that are not followed.
+
+        Raises:
+            ValueError: there is no tokenizer that can be read, or only one whose code comes with the model.
+        """
         from transformers import AutoTokenizer  # late: its process decides before whether transformers may import torch
 
-        return cls(AutoTokenizer.from_pretrained(str(folder)))
+        # Without `trust_remote_code` transformers would ask on the terminal whether the code may run.
+        try:
+            with naming(folder, kept=(OSError,)):
+                found = AutoTokenizer.from_pretrained(str(folder), trust_remote_code=False)
+        except ValueError as error:
+            if (asked := class_with_code(folder)) is None:
+                raise
+            raise ValueError(
+                f"{folder}: tokenizer_config.json asks for {asked}, a class whose code comes with the model and is not "
+                f"run; name a directory that has a tokenizer.json with --tokenizer"
+            ) from error
+        log_passed_over(folder, found)
+        return cls(found)
 
     @property
     def last_token_id(self) -> int:
@@ -93,10 +114,31 @@ class ModelTokenizer:
             ids = self._tokenizer.encode(text, add_special_tokens=add_special_tokens, verbose=False)
         return ids
 
-    def encode_pair(self, left: str, right: str) -> list[int]:
-        """Return the tokens of two texts as one, with the tokens that the tokenizer puts around and between them."""
-        ids: list[int] = self._tokenizer.encode(left, right, verbose=False)
-        return ids
+    @cached_property
+    def frame(self) -> tuple[int, int]:
+        """How many tokens the tokenizer puts before a text, and how many after it, such as BOS and EOS."""
+        plain = self.encode("a", add_special_tokens=False)
+        framed = self.encode("a")
+        before = _place(plain, framed, 0)
+        return before, len(framed) - len(plain) - before
+
+    @cached_property
+    def pair_frame(self) -> tuple[list[int], list[int], list[int]]:
+        """The tokens that the tokenizer puts before, between and after two texts that belong together."""
+        left = self.encode("a", add_special_tokens=False)
+        right = self.encode("b", add_special_tokens=False)
+        both: list[int] = self._tokenizer.encode("a", "b", verbose=False)
+        first = _place(left, both, 0)
+        second = _place(right, both, first + len(left))
+        return both[:first], both[first + len(left) : second], both[second + len(right) :]
+
+    def divides(self, left: str, right: str) -> bool:
+        """Return whether the tokens of two texts together are those of each: words never reach across their border."""
+        if self._pieces is None or self._backend is None:
+            return False
+        end = left[-_BORDER:]
+        words = self._backend.pre_tokenizer.pre_tokenize_str(end + right[:_BORDER])
+        return any(place == len(end) for _, (_, place) in words)
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         if self._backend is not None:  # without transformers' checks of what kind of array the ids are
@@ -115,10 +157,28 @@ class ModelTokenizer:
         name: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
         return name or ""
 
-    def template_reads(self, variable: str, chat_template: str | None = None) -> bool:
-        """Return whether a chat template mentions a variable. `chat_template`: a request's own; None: the model's."""
-        text = chat_template if chat_template is not None else str(self._tokenizer.chat_template or "")
-        return re.search(rf"\b{variable}\b", text) is not None
+    def template_for(self, given: str | None, *, has_tools: bool, has_documents: bool) -> str:
+        """Return the chat template of a request. `given`: its own, or the name of one of the model's templates.
+
+        Of a model's named templates, those of tools and of documents are for requests that have them. Raises ValueError
+        where the model has no template for the request.
+        """
+        own = self._tokenizer.chat_template
+        if not isinstance(own, dict):
+            if given is None and not own:
+                raise ValueError(_NO_TEMPLATE)
+            return str(own) if given is None else given
+        if given is not None:
+            return str(own.get(given, given))
+        name = "tool_use" if has_tools and "tool_use" in own else "default"
+        if has_documents and not template_reads(own.get(name, ""), "documents"):
+            reading = [each for each, text in own.items() if template_reads(text, "documents")]
+            fitting = [each for each in reading if not has_tools or template_reads(own[each], "tools")]
+            name = next(iter(fitting), name)
+        if name not in own:
+            listed = ", ".join(map(repr, own))
+            raise ValueError(f"none of this model's chat templates is the default one: 'chat_template' may be {listed}")
+        return str(own[name])
 
     def render_chat(
         self,
@@ -132,7 +192,7 @@ class ModelTokenizer:
     ) -> str:
         """Return the prompt of a chat. Raises ValueError without a template, or where the template raises anything."""
         if chat_template is None and not self.has_chat_template:
-            raise ValueError("this model has no chat template, so messages cannot be turned into a prompt")
+            raise ValueError(_NO_TEMPLATE)
         try:
             text: str = self._tokenizer.apply_chat_template(
                 list(messages),
@@ -176,6 +236,19 @@ class ModelTokenizer:
         else:
             detokenizer = _ByteDetokenizer(self._bytes, skip, after[-_PRIMING:])
         return _ShowingDetokenizer(detokenizer, shown) if shown else detokenizer
+
+
+def _place(part: Sequence[int], whole: Sequence[int], start: int) -> int:
+    """Return where tokens stand among others."""
+    for place in range(start, len(whole) - len(part) + 1):
+        if whole[place : place + len(part)] == part:
+            return place
+    raise ValueError(f"the tokenizer writes {list(part)} in another text as {list(whole)}")
+
+
+def template_reads(template: str, variable: str) -> bool:
+    """Return whether a chat template mentions a variable."""
+    return re.search(rf"\b{variable}\b", template) is not None
 
 
 class TextStream:
@@ -223,7 +296,8 @@ class TextStream:
 
     def finish(self) -> str:
         """Return the text held back, at the end of the output. Half a character is not shown even now."""
-        text, self._held = self._held, ""
+        text = self._held
+        self._held = ""
         return text
 
 
@@ -364,7 +438,7 @@ class _WindowDetokenizer:
         self._decode = decode
         self._skip = skip
         self._ids = [token_id for token_id in after if token_id not in skip]
-        self._read = len(self._ids)  # of these, how many are in _shown
+        self._read = len(self._ids)  # ids of `_ids` that are in `_shown`
         self._shown = self._decode(self._ids)
 
     def add(self, token_id: int) -> str:

@@ -45,7 +45,8 @@ def _answered(connection: socket.socket) -> bool:
     """Answer a request of the raylet. Return False, and give no answer, where that needs Ray's own agent."""
     connection.settimeout(_PATIENCE_S)
     with connection.makefile("rwb") as stream:
-        path, length = stream.readline().split()[1], 0
+        path = stream.readline().split()[1]
+        length = 0
         while line := stream.readline().strip():
             name, _, value = line.partition(b":")
             length = int(value) if name.lower() == b"content-length" else length
@@ -63,17 +64,21 @@ def _answered(connection: socket.socket) -> bool:
 
 def _first_text(message: bytes) -> bytes:
     """Return field 1 of a protobuf message, which is a text and stands first."""
-    length, at, shift = 0, 1, 0
+    length = 0
+    at = 1
+    shift = 0
     while True:
         length |= (message[at] & 0x7F) << shift
-        at, shift = at + 1, shift + 7
+        at = at + 1
+        shift = shift + 7
         if message[at - 1] < 0x80:
             return message[at : at + length]
 
 
 def _field(number: int, text: bytes) -> bytes:
     """Return a text as a field of a protobuf message."""
-    length, size = len(text), bytearray()
+    length = len(text)
+    size = bytearray()
     while length >= 0x80:
         size.append(length & 0x7F | 0x80)
         length >>= 7

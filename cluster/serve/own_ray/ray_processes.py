@@ -33,7 +33,8 @@ def without_unused_processes() -> Iterator[None]:
     worker starts with the raylet, for Serve's controller, and not one for each core. `ray.init` would ask for the
     raylet too early, and then sleep for a second: it asks when the raylet is there.
     """
-    parameters, start_dashboard = parameter.RayParams, Node.start_api_server
+    parameters = parameter.RayParams
+    start_dashboard = Node.start_api_server
     parameter.RayParams = partial(parameters, no_monitor=True, include_log_monitor=False)
     Node.start_api_server = _without_dashboard
     services._build_python_executable_command_memory_profileable = _with_idle_agents
@@ -42,9 +43,11 @@ def without_unused_processes() -> Iterator[None]:
     try:
         yield
     finally:
-        parameter.RayParams, Node.start_api_server = parameters, start_dashboard
+        parameter.RayParams = parameters
+        Node.start_api_server = start_dashboard
         services._build_python_executable_command_memory_profileable = _python_command
-        services.start_ray_process, services.get_node = _start_process, _get_node
+        services.start_ray_process = _start_process
+        services.get_node = _get_node
 
 
 def _without_dashboard(node: Any, **_: Any) -> None:
@@ -67,7 +70,8 @@ def _with_one_worker(command: list[str], *arguments: Any, **options: Any) -> Any
 
 def _get_registered_node(gcs_address: str, node_id: str) -> Any:
     """Return Ray's information of a node, once its raylet has registered, or after `_PATIENCE_S`."""
-    client, deadline = GcsClient(address=gcs_address), time.monotonic() + _PATIENCE_S
+    client = GcsClient(address=gcs_address)
+    deadline = time.monotonic() + _PATIENCE_S
     while not client.get_all_node_info() and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
     return _get_node(gcs_address, node_id)

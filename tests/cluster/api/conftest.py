@@ -29,12 +29,13 @@ def shared_engine(tokenizer: ModelTokenizer) -> ScriptedDispatcher:
 
 @pytest.fixture
 def engine(shared_engine: ScriptedDispatcher) -> Iterator[ScriptedDispatcher]:
-    """The dispatcher behind `url`. No test may leave a generator open in it."""
-    shared_engine.script, shared_engine.is_ready = shared_engine.story, True
+    """The dispatcher behind `url` and `wide`. No test may leave a generator open in it, or its own script."""
     shared_engine.submissions.clear()
     shared_engine.aborted.clear()
     yield shared_engine
     eventually(lambda: shared_engine.running == 0)
+    shared_engine.script = shared_engine.story
+    shared_engine.is_ready = True
 
 
 @pytest.fixture(scope="session")

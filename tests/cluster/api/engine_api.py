@@ -11,15 +11,15 @@ from pydantic import ByteSize
 
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.listener import listen
-from crossdock.cluster.api.http.tiers import Tiers
+from crossdock.cluster.api.http.service_tiers import ServiceTiers
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import MOST_QUEUED, Dispatcher
 from crossdock.cluster.dispatch.rollouts import Rollouts
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.schedule.request import TokenDelta
-from crossdock.workers.schedule.slo import SloClass
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.request import TokenDelta
+from crossdock.workers.schedule.request.slo import SloClass
+from crossdock.workers.schedule.request.submission import Submission
 from tests.cluster.api.one_model import one_model_api
 from tests.cluster.dispatch.in_process import InProcess
 from tests.cluster.ports import free_port
@@ -54,7 +54,7 @@ class EngineApi:
         self.dispatcher = Dispatcher("tiny", router, most_queued=most_queued)
         fields = {"api_keys": keys, "tenant_header": tenant_header, **(http or {})}
         settings = HttpConfig.model_validate(fields)
-        tiers = Tiers(config.slo_classes, config.default_slo_class)
+        tiers = ServiceTiers(config.slo_classes, config.default_slo_class)
         rollouts = Rollouts(self.dispatcher) if settings.rollouts else None
         self.app = one_model_api(self.dispatcher, tokenizer, settings, tiers, rollouts=rollouts)
         self.http = httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://localhost")

@@ -22,8 +22,8 @@ from crossdock.cluster.api.http.request_memory import RequestMemory
 from crossdock.cluster.api.routes.response_store import StoredResponse
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import DeltaReader, ModelCard
-from crossdock.workers.schedule.request import FinishReason, TokenDelta, TokenLogprobs
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.request import FinishReason, TokenDelta, TokenLogprobs
+from crossdock.workers.schedule.request.submission import Submission
 from tests.cluster.api.one_model import one_model_api
 from tests.waiting import eventually, until
 
@@ -58,15 +58,15 @@ class ScriptedDispatcher:
     async def metrics_text(self) -> str:
         return "crossdock_up 1\n"
 
-    async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
+    async def timelines(self, request_id: str, owner: str | None) -> list[dict[str, Any]]:
         return [
             {"id": submission.id}
             for submission in self.submissions
-            if submission.request_id == request_id and tenant in (None, submission.tenant)
+            if submission.request_id == request_id and owner in (None, submission.key_owner)
         ]
 
-    async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:
-        return [{"id": submission.id} for submission in self.submissions if tenant in (None, submission.tenant)]
+    async def live_requests(self, owner: str | None) -> list[dict[str, Any]]:
+        return [{"id": submission.id} for submission in self.submissions if owner in (None, submission.key_owner)]
 
     async def generate(self, submission: Submission, reader: DeltaReader | None = None) -> AsyncIterator[TokenDelta]:
         self.submissions.append(submission)
@@ -167,11 +167,11 @@ def two_ingresses(engine: ScriptedDispatcher, tokenizer: ModelTokenizer, **http:
     apps: list[FastAPI] = []
 
     def build(other: int) -> FastAPI:
-        async def ask_peers(tenant: str, unit: Unit, amount: float) -> list[Loan]:
-            return [apps[other].state.lend(tenant, unit, amount)]
+        async def ask_peers(owner: str, unit: Unit, amount: float) -> list[Loan]:
+            return [apps[other].state.lend(owner, unit, amount)]
 
-        async def ask_stores(action: str, tenant: str, name: str) -> list[StoredResponse]:
-            found = await apps[other].state.stored(action, tenant, name)
+        async def ask_stores(action: str, owner: str, name: str) -> list[StoredResponse]:
+            found = await apps[other].state.stored(action, owner, name)
             return [] if found is None else [found]
 
         config = HttpConfig.model_validate({"replicas": 2, **http})

@@ -12,8 +12,9 @@ from ray.exceptions import RayTaskError
 
 from crossdock.cluster.api.text.choices import merge
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost, SlowReader, SuspectRequest
-from crossdock.workers.schedule.request import FinishReason, TokenDelta
-from crossdock.workers.schedule.submission import InvalidField, Overloaded, Submission
+from crossdock.workers.schedule.request.failures import NotFinite
+from crossdock.workers.schedule.request.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.request.submission import InvalidField, Overloaded, Submission
 from tests.cluster.api.routes.test_messages_api import refused as refused_by_messages
 from tests.cluster.api.scripted_api import (
     HI,
@@ -28,6 +29,7 @@ FAILURES = [
     (ReplicaLost("secret traceback"), 503, "server_error", "service_unavailable"),
     (SuspectRequest("secret names"), 400, "invalid_request_error", "suspect_request"),
     (RuntimeError("secret /etc/passwd"), 500, "server_error", "internal_error"),
+    (NotFinite("the model computed NaN"), 500, "server_error", "not_finite"),
     (SlowReader("secret count"), 408, "invalid_request_error", "slow_reader"),
     (TimeoutError("not ours"), 500, "server_error", "internal_error"),
 ]
@@ -59,7 +61,8 @@ def test_failure_before_first_token_has_its_status(
         error = refused(answer, status, type=kind, code=code)
         if code == "invalid_value":
             assert [error["param"]] == list(body), "the field of this body that holds the prompt"
-        assert answer.headers.get("x-should-retry") == ("false" if code == "suspect_request" else None)
+        is_final = code in ("suspect_request", "not_finite")
+        assert answer.headers.get("x-should-retry") == ("false" if is_final else None)
         if status == 429:
             assert answer.headers["retry-after"] == "3"
 
@@ -83,6 +86,39 @@ def test_failure_after_first_token_is_an_event(
         assert (last["error"]["type"], last["error"]["code"]) == (kind, code)
         assert "secret" not in last["error"]["message"]
         refused(http.post(path, json={**body, "n": n}), status, type=kind, code=code)
+
+
+@pytest.mark.parametrize("num_before", [0, 3])
+@pytest.mark.parametrize(
+    ("fields", "status", "code", "param"),
+    [
+        ({"error": "adapter 'a' does not fit", "error_field": "model"}, 400, "invalid_value", "model"),
+        ({"error": "the grammar has ended", "error_field": "grammar"}, 400, "invalid_value", "guided_regex"),
+        ({"error": "the model computed NaN", "is_not_finite": True}, 500, "not_finite", None),
+        ({"error": "secret names"}, 500, "internal_error", None),
+    ],
+)
+def test_end_with_an_error_says_whose_fault_that_is(
+    http: httpx.Client,
+    engine: ScriptedDispatcher,
+    num_before: int,
+    fields: dict[str, Any],
+    status: int,
+    code: str,
+    param: str | None,
+) -> None:
+    """An engine's last delta has the reason; before the first token it becomes the status, later an event."""
+    engine.script = lambda s: [
+        *engine.story(s)[:num_before],
+        TokenDelta(s.id, [], finish_reason=FinishReason.ERROR, **fields),
+    ]
+    body = {"prompt": "Hi", "guided_regex": "a"}
+    answer = http.post("/v1/completions", json=body)
+    error = refused(answer, status, code=code, param=param)
+    assert error["message"].startswith("Internal" if code == "internal_error" else fields["error"])
+    assert answer.headers.get("x-should-retry") == ("false" if code == "not_finite" else None)
+    *_, last = events(http.post("/v1/completions", json={**body, "stream": True})) if num_before else [answer.json()]
+    assert (last["error"]["code"], last["error"]["param"]) == (code, param)
 
 
 def test_refusal_from_another_process_shows_message_and_field_only(

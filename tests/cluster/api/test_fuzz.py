@@ -61,7 +61,7 @@ def check(status: int, content_type: str, text: str, *, is_anthropic: bool) -> N
 def test_document_names_every_endpoint(api: LiveApi) -> None:
     assert httpx.get(f"{api.url}/openapi.json").json()["paths"].keys() == DOCUMENT["paths"].keys()
     served = {getattr(route, "path", "").replace(":path", "") for route in api.api.app.routes}
-    pages = {path for path in served if path.startswith(("/web/", "/dashboard"))}
+    pages = {path for path in served if path.startswith(("/web/", "/dashboard", "/simulator"))}
     assert served - pages - {"/openapi.json", ""} == set(DOCUMENT["paths"])
 
 

@@ -87,7 +87,7 @@ async def test_request_that_names_no_class_waits_where_one_that_does_is_refused(
         gate.set()
         answers = await asyncio.gather(*waiting)
         assert [answer.status_code for answer in answers] == [200] * len(tiers)
-        assert {answer.json()["service_tier"] for answer in answers} == {"urgent"}
+        assert {answer.headers["x-slo-class"] for answer in answers} == {"urgent"}
         assert [is_refusal(answer) for answer in await asyncio.gather(*naming)] == [True, True]
 
 
@@ -132,12 +132,12 @@ async def test_late_request_waits_with_admission_queue(tokenizer: ModelTokenizer
 
 async def test_timeline_is_found_by_id_and_complete(tokenizer: ModelTokenizer) -> None:
     async with EngineApi(tokenizer, num_replicas=2, max_num_batched_tokens=100) as api:
-        answer = await api.ask("standard", tokens=100, n=2, **{"request-id": "tenant/42"})
-        assert answer.headers["x-request-id"] == "tenant/42"
-        by_header = await api.get("/tenant/42")
+        answer = await api.ask("standard", tokens=100, n=2, **{"request-id": "owner/42"})
+        assert answer.headers["x-request-id"] == "owner/42"
+        by_header = await api.get("/owner/42")
         assert by_header.status_code == 200
         found = by_header.json()
-        assert (found["id"], found["object"]) == ("tenant/42", "request.timeline")
+        assert (found["id"], found["object"]) == ("owner/42", "request.timeline")
         assert (await api.get(f"/{answer.json()['id']}")).json() == found  # cmpl-…
         assert len(found["requests"]) == 2
         for one in found["requests"]:

@@ -5,11 +5,13 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.types import Receive, Scope, Send
 
+from crossdock.cluster.api.http.gateways import GatewayPath
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.listener import listen
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, Serve
+from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, Serve, events
 from tests.cluster.ports import free_port
 
 CHAT = {"messages": HI, "max_tokens": 3}
@@ -29,10 +31,24 @@ def test_api_under_a_gateways_path_answers_with_and_without_it(serve: Serve) -> 
     assert http.get("/other/health").status_code in (401, 404)
 
 
-def test_page_links_by_relative_paths(serve: Serve) -> None:
+@pytest.mark.parametrize("sent", ["/second/v1/models", "/second/llm/v1/models"])
+async def test_gateways_path_stands_before_the_route_of_serves_proxy(sent: str) -> None:
+    """Clients see both: the gateway cuts its path off, or the route contains it, and the proxy names its route."""
+    seen: list[Scope] = []
+
+    async def api(scope: Scope, receive: Receive, send: Send) -> None:
+        seen.append(scope)
+
+    scope = {"type": "http", "path": sent, "root_path": "/second"}
+    await GatewayPath(api, "/llm")(scope, None, None)  # type: ignore[arg-type]
+    assert seen == [{"type": "http", "root_path": "/llm/second", "path": "/llm/second/v1/models"}]
+
+
+@pytest.mark.parametrize("page", ["/dashboard", "/simulator"])
+def test_page_links_by_relative_paths(serve: Serve, page: str) -> None:
     """So the page works under every path."""
     http = serve()
-    text = http.get("/dashboard").text
+    text = http.get(page).text
     assert 'src="/' not in text
     assert 'href="/' not in text
 
@@ -75,13 +91,13 @@ def test_no_origin_is_allowed_by_default(http: httpx.Client) -> None:
 
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
-def test_forced_usage_ends_every_stream(serve: Serve, path: str) -> None:
+def test_forced_usage_is_in_every_event_of_every_stream(serve: Serve, path: str) -> None:
     body: dict[str, Any] = CHAT if "chat" in path else {"prompt": "Hi", "max_tokens": 3}
     http = serve(force_include_usage=True)
     for options in ({}, {"stream_options": {"include_usage": False}}, {"stream_options": {"include_usage": True}}):
-        lines = http.post(path, json=body | {"stream": True} | options).text.split("\n\n")
-        assert '"completion_tokens":3' in lines[-3]
-        assert lines[-2] == "data: [DONE]"
+        streamed = events(http.post(path, json=body | {"stream": True} | options))
+        counts = [event["usage"]["completion_tokens"] for event in streamed]
+        assert (counts, counts[-1]) == (sorted(counts), 3)
     assert http.post(path, json=body).json()["usage"]["completion_tokens"] == 3
 
 

@@ -20,10 +20,10 @@ from crossdock.cluster.bench.workloads import Interference
 from tests.cluster.bench.scripted import Scripted
 
 
-def test_every_flag_but_four_is_named_like_the_option_that_it_sets() -> None:
+def test_every_flag_but_five_is_named_like_the_option_that_it_sets() -> None:
     options = {field.name for kind in (BenchOptions, Interference, Mix) for field in fields(kind)}
     others = {field.name for field in fields(BenchFlags)} - options
-    assert others == {"slo", "long_service_tier", "header", "json_file"}
+    assert others == {"slo", "long_service_tier", "header", "json_file", "plot_file"}
 
 
 def test_flags_reach_the_options_the_long_prompts_and_the_mix() -> None:
@@ -54,9 +54,10 @@ def test_command_prints_a_table_and_writes_its_files(
     result = command(
         *(f"{url}/v1", "-n", 4, "-c", 2, "--output-tokens", 6, "--warmup", 0, "--api-key", "secret"),
         *("--goodput", "ttft:60000", "--goodput", "tpot:60000", "--header", "X-Team: dock"),
-        *("--json", file),
+        *("--json", file, "--plot", tmp_path / "out.svg"),
     )
     assert result.exit_code == 0, result.output
+    assert "request: 4 requests" in (tmp_path / "out.svg").read_text()
     assert "4 / 0" in result.output
     assert "100.0%" in result.output
     written = json.loads(file.read_text())
@@ -87,7 +88,7 @@ crossdock_step_relative_error{quantile="0.9"} 0.125
         "all classes: good",
         "step prediction error p50 / p90",
         "4.1% / 12.5%",
-        "plain TTFT",
+        "long prompts too",
     ):
         assert text in shown
 

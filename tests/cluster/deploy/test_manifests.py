@@ -73,6 +73,29 @@ def pod(spec: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def test_demonstration_has_kinds_of_kubernetes_alone_and_fits_two_cores() -> None:
+    found = documents(MANIFESTS / "demo/demo.yaml")
+    assert {document["kind"] for document in found} == {"Deployment", "Service"}
+    deployment, service = found
+    template = deployment["spec"]["template"]
+    assert service["spec"]["selector"].items() <= template["metadata"]["labels"].items()
+    (container,) = template["spec"]["containers"]
+    assert float(container["resources"]["limits"]["cpu"]) <= 2
+    assert not any("persistentVolumeClaim" in volume for volume in template["spec"]["volumes"])
+
+
+def test_example_claims_have_the_names_that_pods_mount() -> None:
+    claims = {document["metadata"]["name"] for file in MANIFESTS.glob("claims/*.yaml") for document in documents(file)}
+    mounted = {
+        name
+        for overlay in OVERLAYS
+        for file in MANIFESTS.glob(f"{overlay}/*.yaml")
+        for name in re.findall(r"claimName: (\S+)", file.read_text())
+    }
+    assert mounted
+    assert mounted <= claims
+
+
 @pytest.mark.skipif(
     shutil.which("kubectl") is None,
     reason="needs kubectl for its kustomize, but no cluster: install Kubernetes' client",

@@ -24,7 +24,7 @@ from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.cost import cost_fit
 from crossdock.workers.schedule.cost.cost import StepWork
-from crossdock.workers.schedule.submission import Overloaded, SamplingParams, Submission
+from crossdock.workers.schedule.request.submission import Overloaded, SamplingParams, Submission
 from tests.known_seconds import known_sweep
 from tests.waiting import until
 from tests.workers.architectures import build
@@ -95,12 +95,12 @@ class InProcess:
         owner = next(each for each in (self, self.engine_thread, self.controls) if hasattr(each, method))
         return await getattr(owner, method)(*arguments)
 
-    async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
-        return await self.engine_thread.find_timelines(request_id, tenant)
+    async def timelines(self, request_id: str, owner: str | None) -> list[dict[str, Any]]:
+        return await self.engine_thread.find_timelines(request_id, owner)
 
-    async def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
+    async def watched(self, seen: Mapping[str, int], owner: str | None) -> dict[str, Any]:
         profile = self.profile.model_dump(exclude={"peer"}, mode="json")
-        return {"pool": "mixed", "profile": profile, **self.engine_thread.watched(seen, tenant)}
+        return {"pool": "mixed", "profile": profile, **self.engine_thread.watched(seen, owner)}
 
     async def owns_nothing(self) -> bool:
         """Return whether no request is here and none owns a page."""

@@ -1,15 +1,17 @@
 """Requests with adapters over engines in this process: on pairs, after a loss, and while adapters come and go."""
 
 import asyncio
+import shutil
+from pathlib import Path
 
 import pytest
 from pydantic import ByteSize
 
-from crossdock.cluster.dispatch.dispatcher import Dispatcher
+from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.report.profile import Role
-from crossdock.workers.schedule.submission import Adapter, SamplingParams, Submission
+from crossdock.workers.schedule.request.submission import Adapter, InvalidField, SamplingParams, Submission
 from tests.cluster.dispatch.in_process import InProcess, serving
 from tests.waiting import until
 from tests.workers.architectures import build
@@ -49,6 +51,35 @@ async def test_stream_goes_on_with_its_adapter_after_its_replica_is_lost(adapter
                 victim.is_killed = True
         assert output == adapters[0].greedy(PROMPT, 40)
         assert "crossdock_ingress_placed_again_total 1.0" in dispatcher.metrics.text()
+
+
+async def test_adapter_is_compared_with_the_model_of_the_replicas(tmp_path: Path, adapters: list[Tuned]) -> None:
+    wider = tuned(build("llama", {"hidden_size": 96}), tmp_path / "wider", 1)
+    dispatcher = Dispatcher("tiny")
+    with pytest.raises(ReplicaLost):
+        await dispatcher.check_adapter(adapters[0].adapter.path)
+    async with serving(dispatcher, first=replica(), second=replica()):
+        await dispatcher.check_adapter(adapters[0].adapter.path)
+        with pytest.raises(ValueError, match="this model's has 64 and 48"):
+            await dispatcher.check_adapter(wider.adapter.path)
+        with pytest.raises(ValueError, match="has no file adapter_config"):
+            await dispatcher.check_adapter(str(tmp_path / "gone"))
+
+
+async def test_request_whose_adapter_fails_later_gets_the_reason_as_its_own_fault(tmp_path: Path) -> None:
+    """The files were right when the adapter got its name. Requests beside it do not notice."""
+    one, changed, gone = (tuned(build("llama", {}), tmp_path / f"{number}", number) for number in range(3))
+    with (tmp_path / "1" / "adapter_model.safetensors").open("r+b") as weights:
+        weights.seek(-4, 2)
+        weights.write(b"abcd")
+    shutil.rmtree(tmp_path / "2")
+    async with serving(Dispatcher("tiny"), first=replica()) as dispatcher:
+        beside = asyncio.create_task(tokens(dispatcher, work("beside", one.adapter)))
+        for name, adapter in (("changed", changed.adapter), ("gone", gone.adapter)):
+            with pytest.raises(InvalidField, match="cannot be loaded") as error:
+                await tokens(dispatcher, work(name, adapter))
+            assert error.value.field == "model"
+        assert await beside == one.greedy(PROMPT, 40)
 
 
 async def test_both_replicas_of_a_pair_have_the_adapter(adapters: list[Tuned]) -> None:

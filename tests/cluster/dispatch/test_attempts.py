@@ -14,8 +14,8 @@ from crossdock.router.actions import ReplicaDead
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.replica.serving import channel, engine_thread
 from crossdock.workers.report.advertise import Message
-from crossdock.workers.schedule.request import TokenDelta
-from crossdock.workers.schedule.submission import Leg, Overloaded, SamplingParams, Submission
+from crossdock.workers.schedule.request.request import TokenDelta
+from crossdock.workers.schedule.request.submission import Leg, Overloaded, SamplingParams, Submission
 from tests.cluster.dispatch.in_process import IN_TURN, InProcess, Refusing, ready, serving, tokens
 from tests.waiting import until
 

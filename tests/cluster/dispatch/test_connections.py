@@ -10,9 +10,10 @@ from crossdock.cluster.dispatch import connections
 from crossdock.cluster.dispatch.attempt import Events
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost, Timeouts
 from crossdock.cluster.dispatch.loop_clock import LoopClock
+from crossdock.cluster.dispatch.loops import raise_if_ended
 from crossdock.router.actions import ReplicaDead
 from crossdock.workers.report.advertise import Message
-from crossdock.workers.schedule.request import TokenDelta
+from crossdock.workers.schedule.request.request import TokenDelta
 from tests.cluster.dispatch.in_process import InProcess, ready, serving, tokens
 from tests.waiting import until
 
@@ -52,6 +53,31 @@ async def test_replica_is_notified_again_and_again_that_its_stream_is_read(monke
         for _ in range(2):
             before = channel.heard_at
             await until(lambda: channel.heard_at != before)  # noqa: B023  (awaited at once)
+
+
+async def test_health_check_tells_that_no_deadline_passes_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with serving(Dispatcher("m"), r=InProcess()) as dispatcher:
+        dispatcher.check()
+        monkeypatch.setattr(connections, "READS_S", None)  # the task that watches for silence compares with it
+        with pytest.raises(TypeError):
+            await until(lambda: dispatcher.check() is not None)
+
+
+async def test_task_that_runs_for_ever_has_ended() -> None:
+    async def end(error: Exception | None = None) -> None:
+        if error is not None:
+            raise error
+
+    running, cancelled = asyncio.create_task(asyncio.sleep(60)), asyncio.create_task(asyncio.sleep(60))
+    cancelled.cancel()
+    ended, failed = asyncio.create_task(end()), asyncio.create_task(end(OSError("the reason")))
+    await asyncio.wait([ended, failed, cancelled])
+    raise_if_ended([None, running, cancelled])
+    with pytest.raises(OSError, match="the reason"):
+        raise_if_ended([running, failed])
+    with pytest.raises(RuntimeError, match="has ended"):
+        raise_if_ended([running, ended])
+    running.cancel()
 
 
 class Mortal(InProcess):

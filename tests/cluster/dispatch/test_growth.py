@@ -7,7 +7,7 @@ from itertools import count
 import pytest
 
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost
-from crossdock.workers.schedule.submission import Overloaded, SamplingParams, Submission
+from crossdock.workers.schedule.request.submission import Overloaded, SamplingParams, Submission
 from tests.cluster.dispatch.in_process import IN_TURN, InProcess, Refusing, ready, serving, tokens
 from tests.sizes import growing, sizes
 

@@ -10,8 +10,8 @@ import pytest
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost, Timeouts
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.report.advertise import Message
-from crossdock.workers.schedule.request import TokenLogprobs
-from crossdock.workers.schedule.submission import SamplingParams, Submission
+from crossdock.workers.schedule.request.request import TokenLogprobs
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.cluster.dispatch.in_process import IN_TURN, Forgetful, Hung, InProcess, ready, serving, tokens
 from tests.waiting import until
 

@@ -8,7 +8,7 @@ import pytest
 
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost
 from crossdock.cluster.dispatch.rollouts import Rollouts
-from crossdock.workers.schedule.request import FinishReason
+from crossdock.workers.schedule.request.request import FinishReason
 from tests.cluster.dispatch.in_process import InProcess, serving
 from tests.cluster.dispatch.test_rollouts import Stream
 from tests.cluster.dispatch.test_weights import greedy_of
@@ -29,7 +29,7 @@ async def test_a_hundred_updates_under_load_with_deaths_mix_no_answer(tmp_path: 
 
     async with serving(Dispatcher("tiny"), **replicas) as dispatcher:
         rollouts = Rollouts(dispatcher)
-        rollouts.start()
+        await rollouts.start()
         await rollouts.update(str(folders[0]), "", "wait")
 
         async def load() -> None:

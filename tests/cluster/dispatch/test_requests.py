@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost
-from crossdock.workers.schedule.submission import Overloaded, SamplingParams, Submission
+from crossdock.workers.schedule.request.submission import Overloaded, SamplingParams, Submission
 from tests.cluster.dispatch.in_process import IN_TURN, InProcess, Refusing, serving, tokens
 from tests.waiting import until
 

@@ -5,13 +5,14 @@ from contextlib import suppress
 
 import pytest
 
+from crossdock.cluster.dispatch import rollouts as rollouts_module
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
-from crossdock.cluster.dispatch.gate import PauseMode
+from crossdock.cluster.dispatch.gate import Gate, PauseMode
 from crossdock.cluster.dispatch.rollouts import Rollouts
 from crossdock.cluster.watch.scrape import Scrape
 from crossdock.router.fleet import RouterConfig
-from crossdock.workers.schedule.request import FinishReason, TokenDelta
-from crossdock.workers.schedule.submission import SamplingParams, Submission
+from crossdock.workers.schedule.request.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.cluster.dispatch.in_process import InProcess, serving, tokens
 from tests.waiting import until
 
@@ -172,3 +173,43 @@ async def test_request_that_comes_while_replicas_sleep_has_the_tokens_of_an_awak
         await waiting.task
         assert waiting.output == wanted
         assert not await rollouts.is_sleeping()
+
+
+async def test_ingress_that_starts_learns_of_a_pause_and_of_its_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ingress that was asked to pause has ended; another one, which this one does not hear of, lets go on."""
+    monkeypatch.setattr(rollouts_module, "_CATCH_UP_S", 0.02)
+    replica, first = InProcess(), Dispatcher("tiny")
+    async with serving(Dispatcher("tiny"), only=replica) as dispatcher:
+        await replica.pause()
+        dispatcher.leave("only")
+        first.join("only", replica, replica.profile)
+        learning = Rollouts(first)
+        await learning.start()
+        assert learning.is_paused
+        assert not first.ready()
+        waiting = Stream(first, "waiting", 5)
+        await replica.resume()
+        await waiting.task
+        assert len(waiting.output) == 5
+        assert not learning.is_paused
+        assert first.ready()
+        await replica.pause()
+        await until(lambda: learning.is_paused)
+        await learning.resume()
+        assert not learning.is_paused
+        await until(first.ready)
+        learning.check()
+        learning.stop()
+        await first.close()
+
+
+async def test_pause_that_an_operator_asked_for_does_not_end_with_a_report() -> None:
+    gate = Gate()
+    gate.close("wait")
+    gate.learn(is_paused=False)
+    assert not gate.is_open
+    gate.open()
+    gate.learn(is_paused=True)
+    assert not gate.is_open
+    gate.learn(is_paused=False)
+    assert gate.is_open

@@ -14,7 +14,7 @@ from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.submission import SamplingParams, Submission
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.cluster.dispatch.in_process import InProcess, serving
 from tests.workers.architectures import build
 from tests.workers.quantised import CASES, SIZES, pack

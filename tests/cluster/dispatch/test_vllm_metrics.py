@@ -9,8 +9,8 @@ import pytest
 
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost
 from crossdock.cluster.watch.scrape import Scrape
-from crossdock.workers.schedule.request import TokenDelta
-from crossdock.workers.schedule.submission import SamplingParams, Submission
+from crossdock.workers.schedule.request.request import TokenDelta
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.cluster.dispatch.in_process import IN_TURN, InProcess, serving, tokens
 
 PARAMS = SamplingParams(max_tokens=200, temperature=0.0, ignore_eos=True)

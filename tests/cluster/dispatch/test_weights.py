@@ -15,8 +15,8 @@ from crossdock.router.fleet import RouterConfig
 from crossdock.workers.model.checksums import checksums_in
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import OtherWeights
-from crossdock.workers.schedule.request import FinishReason
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.request import FinishReason
+from crossdock.workers.schedule.request.submission import Submission
 from tests.cluster.dispatch.in_process import InProcess, serving, tokens
 from tests.cluster.dispatch.test_rollouts import PROMPT, Stream, computed
 from tests.waiting import until
@@ -123,7 +123,7 @@ async def test_replica_with_older_weights_gets_no_request_until_it_has_caught_up
         for number in range(3):
             await tokens(dispatcher, f"{number}", 3)
         assert await computed([late]) == 0
-        rollouts.start()
+        await rollouts.start()
         await until(lambda: not dispatcher.fleet.table.outdated)
         rollouts.stop()
         dispatcher.leave("first")

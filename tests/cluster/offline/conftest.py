@@ -17,7 +17,7 @@ def llm(small_model_dir: Path) -> Iterator[LLM]:
     with LLM(str(small_model_dir), max_num_seqs=4, max_num_batched_tokens=64, **SIZES) as llm:
         yield llm
         assert not llm.engine.scheduler.table.requests()
-        assert llm.engine.pages.stock.num_available == llm.engine.pages.num_pages
+        assert llm.engine.pages.block_pool.num_available == llm.engine.pages.num_pages
 
 
 @cache

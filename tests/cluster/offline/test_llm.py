@@ -191,6 +191,17 @@ def test_settings_that_an_engine_lacks_are_refused_with_the_reason(settings: dic
         offline_configuration(None, settings)
 
 
+def test_argument_without_which_no_answer_changes_is_left_out_with_a_warning() -> None:
+    """Its line is that of the flag of `crossdock serve`."""
+    given = {"swap_space": 4, "trust_remote_code": True, "enable_expert_parallel": True, "disable_log_stats": True}
+    with pytest.warns(UserWarning, match="^swap_space|") as said:
+        config = offline_configuration("somewhere", given)
+    assert config == offline_configuration("somewhere", {})
+    assert [str(each.message).partition(":")[0] for each in said] == list(given)
+    with pytest.raises(ValueError, match="swap_space: not needed: a prompt starts only if"):
+        offline_configuration("somewhere", {"swap_space": 4, "strict": True})
+
+
 def test_settings_of_vllm_and_of_serve_reach_the_engine() -> None:
     settings = {"block_size": 32, "tensor_parallel_size": 2, "dtype": "half", "kv_cache_memory_bytes": "3GiB"}
     config = offline_configuration("somewhere", {**settings, "set": ["engine.chunk_policy=adaptive"]})
@@ -225,7 +236,7 @@ def test_interrupt_ends_all_requests_and_the_next_call_is_served(llm: LLM, plain
         llm.generate(["a"] * 200, [GREEDY, *[endless] * 199], use_tqdm=bar)
     interrupting.join(60)
     assert not llm.engine.has_work
-    assert llm.engine.pages.stock.num_available == llm.engine.pages.num_pages
+    assert llm.engine.pages.block_pool.num_available == llm.engine.pages.num_pages
     assert llm.generate("a", GREEDY, use_tqdm=False)[0].finished
 
 

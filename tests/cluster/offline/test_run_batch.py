@@ -59,7 +59,8 @@ class Busy(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
         name = self.headers["X-Request-Id"]
-        status = 200 if name in self.seen and self.headers["Authorization"] == "Bearer key" else 429
+        is_known = self.headers["Authorization"] == "Bearer key"
+        status = 401 if not is_known else 200 if name in self.seen else 429
         self.seen.add(name)
         self.send_response(status)
         self.send_header("Content-Length", str(len(body)))
@@ -79,9 +80,22 @@ def busy() -> Iterator[str]:
 def test_busy_server_is_asked_again_for_each_line(tmp_path: Path, busy: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(batch_files, "_RETRY_S", (0.001, 0.01))
     content = "".join(line(f"c{i}", i=i) for i in range(30))
-    status, output, found = run(tmp_path, content, "--url", busy, "--server-key", "key", "--max-concurrent", "4")
+    status, output, found = run(tmp_path, content, "--url", busy, "--api-key", "key", "--max-concurrent", "4")
     assert status == 0, output
     assert {name: each["body"] for name, each in found.items()} == {f"c{i}": {"i": i} for i in range(30)}
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"), [((), "refuses requests without a key"), (("--api-key", "old"), "refuses the key")]
+)
+def test_server_that_refuses_the_key_ends_the_command(
+    tmp_path: Path, busy: str, flags: tuple[str, ...], words: str
+) -> None:
+    status, output, found = run(tmp_path, "".join(line(f"c{i}") for i in range(9)), "--url", busy, *flags)
+    assert (status, found) == (2, {})
+    assert words in output
+    assert "give --api-key" in output
+    assert output.count("error: ") == 1
 
 
 @pytest.mark.parametrize(

@@ -6,10 +6,11 @@ import pytest
 
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import load
-from crossdock.cluster.serve import app, lifetime
+from crossdock.cluster.serve import app
 from crossdock.cluster.serve.flag_settings import configuration
 from crossdock.cluster.serve.flags import PANELS
 from crossdock.cluster.serve.gpus import check_cores_suffice, check_gpus_suffice, check_memory_suffices, with_num_gpus
+from crossdock.cluster.serve.preparation import require_devices
 from crossdock.workers.report.presets import preset
 
 
@@ -29,7 +30,7 @@ def built(config: ClusterConfig, num_gpus: float, monkeypatch: pytest.MonkeyPatc
     deployment = app.engine_deployment
     monkeypatch.setattr(app, "visible_gpus", lambda: num_gpus)
     monkeypatch.setattr(app, "engine_deployment", engine_deployment)
-    app.build(config)
+    app.application(config)
     return made
 
 
@@ -47,7 +48,7 @@ def test_replica_of_one_rank_asks_for_gpu_where_there_is_one(
     assert resolved.replica_spec(resolved.pools[0]).device == device
 
 
-def test_every_rank_of_gang_has_gpu_in_its_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_rank_of_worker_group_has_gpu_in_its_bundle(monkeypatch: pytest.MonkeyPatch) -> None:
     config = load(None, {"pools": [{"name": "mixed", "tensor_parallel_size": 4}]})
     for visible, gpus in ((8, [1, 1, 1, 1]), (0, [0, 0, 0, 0])):
         with monkeypatch.context() as patch:
@@ -68,7 +69,7 @@ def test_configuration_that_leaves_gpus_open_leaves_device_to_torch() -> None:
         ({"tensor_parallel_size": 2, "num_gpus": 0.5}, r"num_gpus \(0.5\) must be 1 or 0 .* several ranks, here 2"),
         ({"num_gpus": 2}, r"num_gpus \(2\) is of each rank"),
         ({"num_gpus": 1.5}, r"num_gpus \(1.5\) is of each rank"),
-        ({"num_gpus": -1}, "pools.0.num_gpus"),
+        ({"num_gpus": -1}, "pools.mixed.num_gpus"),
     ],
 )
 def test_number_that_ranks_cannot_use_is_refused(pool: dict[str, Any], message: str) -> None:
@@ -93,11 +94,10 @@ def test_machine_with_too_few_gpus_names_the_settings(pools: list[Any], num_gpus
     assert named in str(error.value)
 
 
-def test_server_on_machine_with_too_few_gpus_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lifetime, "visible_gpus", lambda: 1.0)
-    lifetime._require_devices(load())
-    with pytest.raises(lifetime.StartFailed, match="tensor_parallel_size 4"):
-        lifetime._require_devices(load(None, {"pools.*.tensor_parallel_size": 4}))
+def test_devices_of_a_machine_are_compared_with_all_pools() -> None:
+    require_devices(load(), 1.0)
+    with pytest.raises(ValueError, match="tensor_parallel_size 4"):
+        require_devices(load(None, {"pools.*.tensor_parallel_size": 4}), 1.0)
 
 
 @pytest.mark.parametrize(
@@ -153,7 +153,7 @@ def test_setting_that_an_emulated_device_would_ignore_is_refused(given: dict[str
 
 
 def test_fleet_of_which_a_part_is_emulated_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"emulated is of all pools or of none; decode would compute"):
+    with pytest.raises(ValueError, match=r"set `emulated` for all pools or for none; these lack it: decode"):
         load(None, {"pools": [{"name": "prefill", "emulated": "h100-8b"}, {"name": "decode"}]})
     slow = {"name": "decode", "emulated": "h100-8b*2"}
     with pytest.raises(ValueError, match=r"the same \*N in all"):

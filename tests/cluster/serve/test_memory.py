@@ -3,8 +3,7 @@
 import subprocess
 import sys
 
-from crossdock.cluster.serve.memory import used_by_family
-from crossdock.workers.model.memory.host_memory import free_on_host
+from crossdock.workers.model.memory.host_memory import free_on_host, used_by_family
 
 _HOLD = "import os, sys; held = b'x' * (200 << 20); print(flush=True); sys.stdin.read()"
 _PARENT = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {_HOLD!r}])"

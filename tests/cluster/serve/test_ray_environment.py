@@ -1,8 +1,10 @@
 """The environment of Ray's processes."""
 
+import json
 import os
 import subprocess
 import sys
+import tempfile
 
 import pytest
 
@@ -30,3 +32,29 @@ def test_large_buffers_go_back_to_the_machine() -> None:
         [sys.executable, "-c", GROW], env=environment | ENVIRONMENT, capture_output=True, text=True, check=True
     )
     assert int(run.stdout) < 10 << 20
+
+
+START = """
+import json, os, stat, sys
+from pathlib import Path
+import ray
+from crossdock.cluster.config_file import load
+from crossdock.cluster.serve.lifetime import start_ray
+
+os.umask(0o022)
+start_ray(load(None, {}))
+session = Path(ray._private.worker.global_worker.node.get_session_dir_path())
+paths = [Path.home() / ".ray", Path.home() / ".ray/auth_token", session]
+print(json.dumps([f"{stat.S_IMODE(path.stat().st_mode):o}" for path in paths]))
+ray.shutdown()
+"""
+
+
+def test_token_and_sockets_of_a_ray_that_is_started_here_are_closed_to_other_users() -> None:
+    with tempfile.TemporaryDirectory(prefix="cd-ray-", dir="/tmp") as folder:  # short, for the paths of Ray's sockets
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        environment |= {"HOME": folder, "RAY_TMPDIR": folder, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        command = [sys.executable, "-c", START]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+        assert run.returncode == 0, run.stderr
+    assert json.loads(run.stdout.splitlines()[-1]) == ["700", "600", "700"]

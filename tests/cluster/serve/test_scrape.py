@@ -8,6 +8,7 @@ from ray.serve.handle import DeploymentBroadcastResponse
 
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.serve import ingress
+from crossdock.cluster.serve.every_ingress import EveryIngress
 
 
 class Answer:
@@ -38,7 +39,7 @@ class Scraped(ingress.Ingress):
     def __init__(self, answers: Any) -> None:
         self.fleets = Dispatcher("tiny")
         self._name = "own"
-        self._every_ingress = Broadcasts(answers)  # type: ignore[assignment]
+        self._of_all = EveryIngress(Broadcasts(answers), self).ask  # type: ignore[arg-type]
 
     def __del__(self) -> None:  # type: ignore[override]
         """Stop nothing: nothing was started."""

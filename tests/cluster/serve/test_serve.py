@@ -188,7 +188,7 @@ def test_request_is_found_by_its_id_at_either_ingress(client: openai.OpenAI, url
         extra_body={"min_tokens": 4, "service_tier": "priority"},
         extra_headers={"X-Request-Id": "followed"},
     )
-    assert answer.model_extra == {"service_tier": "interactive"}
+    assert answer.model_extra == {"service_tier": "priority"}
     for _ in range(4):
         found = httpx.get(f"{url}/v1/requests/followed").json()["requests"]
         assert [one["slo_class"] for one in found] == ["interactive"] * 2

@@ -11,7 +11,7 @@ from transformers import LlamaConfig
 
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve import lifetime
-from crossdock.cluster.serve.start_failure import start_reason
+from crossdock.cluster.serve.application import start_reason
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.memory.memory_fit import check_fits
 from crossdock.workers.model.probe import refuse_by_config

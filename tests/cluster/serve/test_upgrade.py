@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import load
-from crossdock.cluster.serve.app import build
+from crossdock.cluster.serve.app import application
 from tests.cluster.api.http.otlp_collector import collector
 from tests.cluster.clients import Clients
 from tests.cluster.deploy.streaming_clients import PROMPTS, stream
@@ -86,7 +86,7 @@ def test_upgrade_under_load_replaces_every_process_and_drops_no_stream(
     tokenizers["byte_level"].save_pretrained(tmp_path)
     build_model("llama", {}).save_pretrained(tmp_path)
     with collector() as (traces, received):
-        serve.run(build(config(tmp_path, port, 128, traces, pools, is_direct)), name=APP)
+        serve.run(application(config(tmp_path, port, 128, traces, pools, is_direct)), name=APP)
         before = eventually(lambda: found if len(found := budgets(url)) >= size else None)
         assert before is not None
         wanted = [stream(url, "any", number, 0.0) for number in range(len(PROMPTS))]
@@ -98,7 +98,7 @@ def test_upgrade_under_load_replaces_every_process_and_drops_no_stream(
 
         with Clients(4, ask) as clients:  # slow ones: streams live while replicas come and go
             serve.run(
-                build(config(tmp_path, port, 96, traces, pools, is_direct)), name=APP
+                application(config(tmp_path, port, 96, traces, pools, is_direct)), name=APP
             )  # returns once all is of this configuration
             eventually(
                 lambda: len(after := budgets(url)) >= size and not before.keys() & after.keys(),

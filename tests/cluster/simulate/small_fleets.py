@@ -13,11 +13,11 @@ from crossdock.cluster.simulate.simulation import Outcome, Simulation
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
-from crossdock.workers.schedule.slo import SloClass
+from crossdock.workers.schedule.request.slo import SloClass
 
 # Exact in binary, so that sums come out even: 1/64 s and a 1/1024 s per prompt token and per stream.
 COST = StepCost(base=1 / 64, per_prefill_token=1 / 1024, per_decode=1 / 1024)
-ENCODER = EncoderCost(base=0.0, per_row=1 / 4096)
+ENCODER = EncoderCost(base=0.0, per_embedding_token=1 / 4096)
 CLASSES = (
     SloClass(name="interactive", ttft_s=1.0, tpot_s=0.05, weight=4.0),
     SloClass(name="standard", ttft_s=10.0, tpot_s=0.1),

@@ -42,6 +42,6 @@ def test_preset_of_an_encoder_equals_manual_computation() -> None:
     whole = preset("h100-vl7b")
     assert whole.encoder_cost is not None
     assert whole.encoder_cost.base == pytest.approx(0.5037e-3 + 1e-3, rel=1e-3)
-    assert whole.encoder_cost.per_row == pytest.approx(4 * 1.35e9 / 593.4e12, rel=1e-3)
+    assert whole.encoder_cost.per_embedding_token == pytest.approx(4 * 1.35e9 / 593.4e12, rel=1e-3)
     assert whole.encoder_cost.added_seconds(37**2) == pytest.approx(12.46e-3 + 12.42e-3, rel=1e-2)
-    assert whole.encoder_rows == (256 << 20) // 7168
+    assert whole.encoder_tokens == (256 << 20) // 7168

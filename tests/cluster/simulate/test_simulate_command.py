@@ -37,7 +37,7 @@ def test_command_plays_a_trace_and_computes_the_cost(tmp_path: Path) -> None:
     pools = [{"name": "mixed", "profile": "h100-8b", "price": 36.0}]
     (tmp_path / "fleet.yaml").write_text(yaml.safe_dump({"pools": pools}))
     files = ("--trace", str(tmp_path / "azure.csv"), "--json", str(tmp_path / "out.json"))
-    result = run("simulate", str(tmp_path / "fleet.yaml"), *files, "--service-tier", "interactive")
+    result = run("simulate", str(tmp_path / "fleet.yaml"), *files, "-w", "trace", "--service-tier", "interactive")
     assert result.exit_code == 0, result.output
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["requests"] == 10

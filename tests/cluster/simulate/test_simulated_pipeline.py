@@ -10,8 +10,8 @@ from crossdock.cluster.simulate.replica import Stages
 from crossdock.cluster.simulate.simulation import Simulation
 from crossdock.router.placement import Query
 from crossdock.workers.report.advertise import observe
-from crossdock.workers.schedule.cost.interval_share import IntervalShare
-from crossdock.workers.schedule.pacing.pace import LONGEST_GAP
+from crossdock.workers.schedule.cost.cost_fit import IntervalShare
+from crossdock.workers.schedule.policies.pace import LONGEST_GAP
 from tests.cluster.simulate.small_fleets import assert_all_ended, fleet, job, play, profile, times
 
 PIPELINES = [(1, 1.0), (2, 0.5), (2, 0.7), (4, 0.25), (4, 0.4)]  # stages, and the share that the slowest takes
@@ -29,7 +29,7 @@ def test_reported_backlog_of_a_pipeline_is_what_computing_it_takes(depth: int, i
 
     def look(_: float) -> None:
         live = observe(simulation.replicas["mixed/0"].scheduler, "me", 1)
-        reported.append(sum(prompts.seconds for prompts in live.prompts))
+        reported.append(sum(prompts.seconds for prompts in live.prefills.groups))
 
     at = 0.3  # the first step has ended, and the others are queued
     simulation.clock.at(at, look)

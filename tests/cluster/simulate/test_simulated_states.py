@@ -1,4 +1,4 @@
-"""Simulated replicas of recurrent models: the real scheduler and pool, with states, checkpoints and transfers."""
+"""Simulated replicas of recurrent models: the real scheduler and pool, with states, snapshots and transfers."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from crossdock.workers.schedule.cost.cost import StepCost
 from tests.cluster.simulate.small_fleets import fleet, job, play, play_out, profile, times
 
 
-def test_third_request_with_a_system_prompt_begins_from_the_checkpoint_of_the_second() -> None:
+def test_third_request_with_a_system_prompt_begins_from_the_snapshot_of_the_second() -> None:
     jobs = [
         Job((Segment("system", 512), Segment(str(number), 64)), 2, 4.0 * number, service_tier="standard")
         for number in range(3)

@@ -53,7 +53,7 @@ def test_tenant_beside_a_flood_has_first_tokens_soon(pools: tuple[dict[str, Any]
 
 
 @pytest.mark.parametrize("pool", [{}, AHEAD])
-def test_tenants_are_charged_in_a_stretch_as_in_single_steps(pool: dict[str, Any]) -> None:
+def test_tenants_are_charged_in_a_fast_forward_as_in_single_steps(pool: dict[str, Any]) -> None:
     assert_same_at_once_and_in_turn(fleet({"replicas": 2} | pool), load(30))
 
 

@@ -13,8 +13,8 @@ from crossdock.cluster.simulate.replica import Noise
 from crossdock.cluster.simulate.requests import token_ids
 from crossdock.cluster.simulate.simulation import Simulation
 from crossdock.cluster.simulate.transfer import MAX_WRITE_BYTES, SimulatedNetwork
-from crossdock.workers.schedule.memory.prefix_index import hash_pages
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
+from crossdock.workers.schedule.request.page_hashes import hash_pages
 from tests.cluster.simulate.small_fleets import COST, fleet, job, play, play_out, profile, times
 
 
@@ -115,6 +115,19 @@ def test_chunks_of_a_shipped_prompt_travel_while_the_next_is_computed() -> None:
     assert times(outcome)[0][1] == pytest.approx(chunk + 2 * 1 / 2 + decode), "the second waits for the first"
 
 
+@pytest.mark.parametrize("at_once", [True, False])
+def test_first_token_of_a_pair_waits_for_pages_of_the_decode_replica(at_once: bool) -> None:
+    """One stream has the only place of the decode replica for 64 steps; the next prompt is computed long before."""
+    pools = {"name": "prefill"}, {"name": "decode", "profile": profile(max_num_seqs=1)}
+    jobs = [job("a", 256, 65), job("b", 256, 3, due=0.5), job("c", 256, 1, due=0.5)]
+    outcome = play(fleet(*pools, router={"shipping": "always"}), jobs, at_once=at_once)
+    a, b, c = times(outcome)
+    assert b[0] == pytest.approx(a[-1]), "once the stream before it has ended"
+    assert b[1] - b[0] == pytest.approx(1 / 4 + 1 / 64 + 1 / 1024), "its pages travel, and a step"
+    assert c == [0.5 + 2 * 17 / 64], "an output of one token needs no pages there"
+    assert [each.ttft for each in outcome.placed] == [pytest.approx(a[0]), c[0] - 0.5, b[0] - 0.5]
+
+
 def test_pages_of_a_short_prompt_wait_for_one_write_of_a_long_one() -> None:
     """A page is a write and takes a second. The second write of the long prompt ends at 17/64 + 2 s."""
     large = profile(page_bytes=MAX_WRITE_BYTES, bytes_per_second=float(MAX_WRITE_BYTES))
@@ -176,7 +189,9 @@ def test_slow_replica_gets_only_requests_that_it_can_serve_in_time() -> None:
 
 def test_picture_takes_its_rows_and_the_seconds_of_the_encoder_once() -> None:
     """A picture of 112 pixels has 16 rows. The second request with it is on a replica that has its embeddings."""
-    pictured = {"profile": profile(encoder_cost=EncoderCost(base=1 / 8, per_row=1 / 256), encoder_rows=100)}
+    pictured = {
+        "profile": profile(encoder_cost=EncoderCost(base=1 / 8, per_embedding_token=1 / 256), encoder_tokens=100)
+    }
     picture = DrawnPicture("cat", 112)
     jobs = [Job((Segment(name, 32),), 1, due, pictures=(picture,)) for name, due in (("a", 0.0), ("b", 2.0))]
     outcome = play(fleet({"enable_prefix_caching": False, **pictured}), jobs)

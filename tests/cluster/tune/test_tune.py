@@ -23,8 +23,8 @@ from crossdock.cluster.tune.sweep import grid
 from crossdock.workers.replica.engine.calibrate import measure_step
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost.cost import StepCost
-from crossdock.workers.schedule.pacing.chunking import SLACK_SHARE
-from crossdock.workers.schedule.slo import DEFAULT_CLASSES
+from crossdock.workers.schedule.policies.chunking import SLACK_SHARE
+from crossdock.workers.schedule.request.slo import DEFAULT_CLASSES
 from tests.cluster.watch.terminal import run
 from tests.workers.architectures import build
 from tests.workers.ranks import saved
@@ -360,7 +360,7 @@ def test_interrupted_measurement_shows_what_was_measured(
     output = tmp_path / "tune.yaml"
     result = run(
         *("tune", "--config", str(small_cluster), "--tpot", "30"),
-        *("--chunks", "16,32", "--decodes", "1,2", "--contexts", "32", "--output", str(output)),
+        *("--chunks", "16,32", "--decodes", "1,2", "--contexts", "32", "--output", str(output), "--verbose"),
     )
     assert result.exit_code == 130
     assert "Worst stall in ms" in " ".join(result.output.split())  # a narrow table's title takes two lines
@@ -375,15 +375,17 @@ def test_interrupted_measurement_shows_what_was_measured(
 
 @pytest.mark.parametrize("model", ["tiny", pytest.param("embedded", marks=pytest.mark.soak)])
 def test_command_writes_its_files(model: str, small_cluster: Path, model_dir: Path, tmp_path: Path) -> None:
-    files = {name: tmp_path / f"tune.{name}" for name in ("yaml", "json")}
+    files = {name: tmp_path / f"tune.{name}" for name in ("yaml", "json", "svg")}
     if model == "embedded":
         small_cluster.write_text("engine: {max_num_seqs: 8, kv_cache_memory: 200MiB}\n")
     result = run(
         *("tune", "--config", str(small_cluster), "--tpot", "30", "--streams", "2", "--repeats", "1"),
-        *("--chunks", "16,32", "--decodes", "1,2", "--contexts", "32,1000000"),
-        *("--output", str(files["yaml"]), "--json", str(files["json"])),
+        *("--chunks", "16,32", "--decodes", "1,2", "--contexts", "32,1000000", "--verbose"),
+        *("--output", str(files["yaml"]), "--json", str(files["json"]), "--plot", str(files["svg"])),
     )
     assert result.exit_code == 0, result.output
+    assert all(f"{count} stream" in files["svg"].read_text() for count in (1, 2))
+    assert result.stdout.startswith("With no prompt beside them, ")
     assert "Not all measured, because KV pages or max_model_len do not suffice: " in result.output
     figures = json.loads(files["json"].read_text())
     assert {(cell["chunk"], cell["decodes"]) for cell in figures["cells"]} == {
@@ -429,6 +431,10 @@ def test_command_measures_the_ranks_of_the_pool_it_recommends_for(tmp_path: Path
         *("--output", str(files["yaml"]), "--json", str(files["json"]), "--profile", str(files["profile.json"])),
     )
     assert result.exit_code == 0, result.output
+    lines = " ".join(result.stdout.split())
+    assert lines.startswith("With no prompt beside them, ")
+    assert "Set max_num_batched_tokens " in lines
+    assert "Worst stall" not in lines, "tables are for --verbose"
     profile = read_profile("tune.profile.json", tmp_path)
     assert (profile.pipeline_parallel_size, profile.role) == (2, "decode")
     assert profile.page_bytes == 16 * 4 * 2 * 2 * 12 * 4  # of both stages: tokens, layers, heads, K and V, size, bytes

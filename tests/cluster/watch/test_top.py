@@ -145,6 +145,39 @@ def test_frame_names_the_pool_of_a_replica_where_the_server_lists_it() -> None:
     assert f"─ {REPLICA} · decode ─" in shown(readings)
 
 
+@pytest.mark.parametrize("count", [16, 64])
+def test_frame_of_many_replicas_has_requests_first_and_fits_the_screen(count: int) -> None:
+    """A row for each replica where there is room, else for each pool."""
+    names = [f"replica{number:02}" for number in range(count)]
+    deployment = Deployment()
+    text = generate_latest(deployment.registry).decode()
+    flights = [flight(f"r-{number}", "batch", "prefilling", 100, 1000 + number) for number in range(90)]
+    readings, served, clock = watching(merge_metrics(dict.fromkeys(names, text), "replica"), in_flight=flights)
+    served["pools"] = [{"replica": name, "pool": "prefill" if name < "replica04" else "decode"} for name in names]
+    readings.poll()
+    clock.now += 2
+    deployment.work()
+    text = generate_latest(deployment.registry).decode()
+    served["text"] = merge_metrics(dict.fromkeys(names, text), "replica")
+    readings.poll()
+    screen = shown(readings, height=50)
+    lines = screen.splitlines()
+    assert len(lines) <= 50
+    title = next(number for number, line in enumerate(lines) if line.startswith("replica "))
+    assert "r-89" in "\n".join(lines[:title]), "the longest prompt is above the replicas"
+    rows = lines[title + 1 :]
+    if count == 16:
+        assert [line.split()[:2] for line in rows[:16]] == [
+            [name, "decode" if name >= "replica04" else "prefill"] for name in [*names[4:], *names[:4]]
+        ]
+        steps = float(rows[0].split()[2])
+    else:
+        assert [" ".join(line.split()[:3]) for line in rows[:2]] == ["60 replicas decode", "4 replicas prefill"]
+        steps = float(rows[1].split()[3]) / 4
+    of_one = readings._scrapes[-1].since(readings._scrapes[0]).rate(scrape.STEPS, replica=names[0])
+    assert of_one == pytest.approx(steps, abs=0.1)
+
+
 def test_frame_after_two_readings_shows_the_difference() -> None:
     deployment = Deployment()
     readings, served, clock = watching(deployment.text())

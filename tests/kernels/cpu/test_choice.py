@@ -12,31 +12,31 @@ ROWS = (1, 4, 8, 16, 32, 64, 256, 1024)
 INTEL_AMX: dict[Kernel, list[float]] = {
     "torch": [27, 30, 29, 31, 33, 38, 57, 128],
     "onednn": [21, 22, 22, 23, 26, 30, 45, 133],
-    "own": [15, 17, 23, 35, 57, 96, 264, 1021],
+    "native": [15, 17, 23, 35, 57, 96, 264, 1021],
 }
 ZEN_4_ROWS = (1, 8, 32, 1024)
 ZEN_4: dict[Kernel, list[float]] = {
     "torch": [31.9, 38.7, 67.0, 1094],
     "onednn": [18.2, 19.9, 49.6, 1064],
-    "own": [11.2, 15.0, 44.9, 1019],
+    "native": [11.2, 15.0, 44.9, 1019],
 }
 
 
 def test_amx_machine_takes_onednn_from_8_rows() -> None:
     choice = choose(INTEL_AMX, ROWS)
-    assert choice == KernelChoice("own", "onednn", 8)
-    assert [choice.at(rows) for rows in (1, 7, 8, 2000)] == ["own", "own", "onednn", "onednn"]
-    assert str(choice) == "own below 8 rows, onednn from there"
+    assert choice == KernelChoice("native", "onednn", 8)
+    assert [choice.at(rows) for rows in (1, 7, 8, 2000)] == ["native", "native", "onednn", "onednn"]
+    assert str(choice) == "native below 8 rows, onednn from there"
 
 
 def test_zen_machine_takes_own_products_for_all_rows() -> None:
-    assert choose(ZEN_4, ZEN_4_ROWS) == only("own")
-    assert str(only("own")) == "own"
+    assert choose(ZEN_4, ZEN_4_ROWS) == only("native")
+    assert str(only("native")) == "native"
 
 
 def test_equal_kernels_need_only_one_copy_of_the_weights() -> None:
-    table: dict[Kernel, list[float]] = {"onednn": [1.0, 1.05], "own": [1.09, 1.0], "torch": [1.0, 1.0]}
-    assert choose(table, (1, 64)) == only("own")
+    table: dict[Kernel, list[float]] = {"onednn": [1.0, 1.05], "native": [1.09, 1.0], "torch": [1.0, 1.0]}
+    assert choose(table, (1, 64)) == only("native")
 
 
 def test_memory_for_one_copy_takes_the_kernel_with_the_smallest_worst_ratio() -> None:
@@ -51,9 +51,9 @@ def test_machine_without_own_products_chooses_between_libraries() -> None:
 def test_one_disturbed_measurement_moves_no_other_rows() -> None:
     disturbed = INTEL_AMX | {"onednn": [21, 22, 22, 23, 90, 30, 45, 133]}
     choice = choose(disturbed, ROWS)
-    assert choice.few == "own"
-    assert choice.at(1) == "own"
-    assert all(choice.at(rows) != "own" for rows in (64, 256, 1024))
+    assert choice.few == "native"
+    assert choice.at(1) == "native"
+    assert all(choice.at(rows) != "native" for rows in (64, 256, 1024))
 
 
 @given(
@@ -61,10 +61,10 @@ def test_one_disturbed_measurement_moves_no_other_rows() -> None:
     st.integers(0, len(ROWS) - 1),
 )
 def test_choice_is_within_margin_wherever_one_switch_suffices(columns: list[tuple[float, ...]], split: int) -> None:
-    """A table in which `own` is fastest below a number of rows and `onednn` from there."""
-    table: dict[Kernel, list[float]] = {"own": [], "onednn": [], "torch": []}
+    """A table in which `native` is fastest below a number of rows and `onednn` from there."""
+    table: dict[Kernel, list[float]] = {"native": [], "onednn": [], "torch": []}
     for i, (fast, slower, slowest) in enumerate(map(sorted, columns)):
-        first, second = ("own", "onednn") if i < split else ("onednn", "own")
+        first, second = ("native", "onednn") if i < split else ("onednn", "native")
         table[first].append(fast)  # type: ignore[index]
         table[second].append(slower)  # type: ignore[index]
         table["torch"].append(slowest)
@@ -76,5 +76,5 @@ def test_choice_is_within_margin_wherever_one_switch_suffices(columns: list[tupl
 @pytest.mark.parametrize("factor", [0.9, 1.0, 1.1])
 def test_noise_of_a_tenth_keeps_the_kernels_of_a_clear_table(factor: float) -> None:
     noisy = {kernel: [s * (factor if i % 2 else 1) for i, s in enumerate(INTEL_AMX[kernel])] for kernel in INTEL_AMX}
-    noisy["own"] = list(INTEL_AMX["own"])
-    assert choose(noisy, ROWS).kernels == ("own", "onednn")
+    noisy["native"] = list(INTEL_AMX["native"])
+    assert choose(noisy, ROWS).kernels == ("native", "onednn")

@@ -51,14 +51,14 @@ def by_amx(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         cpp(*arguments, **options)
 
     def choice(_: int, __: object, kernels: tuple[Kernel, ...]) -> KernelChoice:
-        return KernelChoice("own", "amx", 16) if "amx" in kernels else only("own")
+        return KernelChoice("native", "amx", 16) if "amx" in kernels else only("native")
 
     monkeypatch.setattr(cpu_attention, "cpp_attention", counted)
     monkeypatch.setattr(cpu_attention, "_measured", choice)
     return calls
 
 
-@pytest.mark.parametrize("setting", ["auto", "own", "onednn", "torch"])
+@pytest.mark.parametrize("setting", ["auto", "native", "onednn", "torch"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_attention_matches_longhand(setting: CpuKernels, dtype: torch.dtype, seed: int) -> None:
     check(Case(LENGTHS, q_heads=6, dtype=dtype, seed=seed), CpuAttention(setting).paged_attention)
@@ -67,7 +67,7 @@ def test_attention_matches_longhand(setting: CpuKernels, dtype: torch.dtype, see
 def test_chunks_of_16_tokens_run_in_torch_where_it_is_named(flash_calls: list[int]) -> None:
     check(Case(LENGTHS), CpuAttention("torch").paged_attention)
     assert flash_calls == [1, 2, 5, 6]
-    check(Case(LENGTHS), CpuAttention("own").paged_attention)
+    check(Case(LENGTHS), CpuAttention("native").paged_attention)
     assert flash_calls == [1, 2, 5, 6]
 
 
@@ -78,7 +78,7 @@ def test_chunk_near_the_start_and_chunk_deep_in_a_prompt_have_choices_of_their_o
 
     def choice(past: int, *_: object) -> KernelChoice:
         measured.append(past)
-        return only("own") if past else KernelChoice("own", "torch", 64)
+        return only("native") if past else KernelChoice("native", "torch", 64)
 
     monkeypatch.setattr(cpu_attention, "_measured", choice)
     attention = CpuAttention("auto").paged_attention
@@ -174,7 +174,7 @@ def test_shape_that_amx_does_not_take_runs_without(shape: dict[str, Any], by_amx
 
 
 @needs_amx
-@pytest.mark.parametrize("setting", ["own", "torch"])
+@pytest.mark.parametrize("setting", ["native", "torch"])
 def test_setting_of_another_kernel_keeps_amx_out(setting: CpuKernels, by_amx: list[int]) -> None:
     check(Case(LENGTHS, dtype=torch.bfloat16), CpuAttention(setting).paged_attention)
     assert by_amx == []

@@ -11,7 +11,7 @@ from crossdock.kernels.cpu.linear import (
     FORMATS,
     ROWS,
     ChosenLinear,
-    OwnLinear,
+    NativeLinear,
     Weights,
     fits_bfloat16,
     interleave,
@@ -22,14 +22,14 @@ from crossdock.kernels.cpu.linear import (
 )
 from crossdock.kernels.options import Kernel
 
-needs_own = pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="needs a CPU with AVX512-BF16")
+needs_native = pytest.mark.skipif("avx512_bf16" not in cpu_flags(), reason="needs a CPU with AVX512-BF16")
 
 
-@needs_own
+@needs_native
 @pytest.mark.parametrize(("N", "K"), [(16, 2), (48, 64), (80, 576), (960, 30), (1616, 128), (32, 4096)])
 def test_own_product_is_exact_to_rounding_and_rows_are_independent(N: int, K: int) -> None:
     weight = torch.randn(N, K).bfloat16()
-    linear = OwnLinear(weight)
+    linear = NativeLinear(weight)
     x = torch.randn(211, K).bfloat16()
     exact = x.double() @ weight.double().T
     whole = linear(x)
@@ -45,7 +45,7 @@ def test_own_product_is_exact_to_rounding_and_rows_are_independent(N: int, K: in
 @pytest.mark.parametrize(("N", "K"), [(16, 2), (48, 64), (80, 576), (960, 30), (1616, 128)])
 def test_own_product_in_float32_is_exact_to_rounding_and_rows_are_independent(N: int, K: int) -> None:
     weight, x = torch.randn(N, K).bfloat16().float(), torch.randn(211, K)
-    linear = OwnLinear(weight)
+    linear = NativeLinear(weight)
     exact = x.double() @ weight.double().T
     whole = linear(x)
     torch.testing.assert_close(whole.double(), exact, rtol=1e-5, atol=1e-6 * K)
@@ -123,12 +123,14 @@ def test_kernels_without_their_instructions_are_not_usable(monkeypatch: pytest.M
     monkeypatch.setattr(linears, "cpu_flags", lambda: frozenset({"avx2", "fma"}))
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: False)
     assert usable_kernels(torch.bfloat16) == ("torch",)
-    assert usable_kernels(torch.float32) == ("own", "onednn", "torch")
+    assert usable_kernels(torch.float32) == ("native", "onednn", "torch")
     assert usable_kernels(torch.float32, fits=False) == ("onednn", "torch")
-    with pytest.raises(ValueError, match="cpu_kernels own: it keeps weights in bfloat16, which does not hold those of"):
-        usable_kernels(torch.float32, "own", fits=False)
-    with pytest.raises(ValueError, match="cpu_kernels own: this CPU has no AVX512-BF16; auto"):
-        usable_kernels(torch.bfloat16, "own")
+    with pytest.raises(
+        ValueError, match="cpu_kernels native: it keeps weights in bfloat16, which does not hold those of"
+    ):
+        usable_kernels(torch.float32, "native", fits=False)
+    with pytest.raises(ValueError, match="cpu_kernels native: this CPU has no AVX512-BF16; auto"):
+        usable_kernels(torch.bfloat16, "native")
     with pytest.raises(ValueError, match="cpu_kernels onednn: oneDNN has no bfloat16 on this CPU; auto"):
         usable_kernels(torch.bfloat16, "onednn")
     assert usable_kernels(torch.bfloat16, "torch") == ("torch",)
@@ -136,7 +138,7 @@ def test_kernels_without_their_instructions_are_not_usable(monkeypatch: pytest.M
         usable_kernels(torch.float16, "onednn")
 
 
-@needs_own
+@needs_native
 def test_machine_that_cannot_compile_own_products_uses_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_: str) -> None:
         raise OSError("g++ could not build decoder.cpp: error")
@@ -144,8 +146,8 @@ def test_machine_that_cannot_compile_own_products_uses_a_library(monkeypatch: py
     monkeypatch.setattr(linears, "cpu_library", fails)
     monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: True)
     assert usable_kernels(torch.bfloat16) == ("onednn", "torch")
-    with pytest.raises(ValueError, match=r"cpu_kernels own: g\+\+ could not build decoder.cpp: error; auto"):
-        usable_kernels(torch.bfloat16, "own")
+    with pytest.raises(ValueError, match=r"cpu_kernels native: g\+\+ could not build decoder.cpp: error; auto"):
+        usable_kernels(torch.bfloat16, "native")
 
 
 @torch.inference_mode()

@@ -12,7 +12,7 @@ from crossdock.kernels.cpu import measure as measuring
 from crossdock.kernels.cpu.measure import Cells, measure, spread
 from crossdock.kernels.options import Kernel
 
-KERNELS: tuple[Kernel, ...] = ("own", "torch")
+KERNELS: tuple[Kernel, ...] = ("native", "torch")
 ROWS = (1, 8)
 
 
@@ -44,14 +44,14 @@ def test_kernels_alternate_and_least_seconds_count(machine: Machine) -> None:
     slow = iter([5.0, 0.2, *[0.22] * 100])
 
     def seconds(kernel: Kernel, rows: int) -> float:
-        return next(slow) if (kernel, rows) == ("own", 8) else 0.01 * rows
+        return next(slow) if (kernel, rows) == ("native", 8) else 0.01 * rows
 
     measured, _ = measure(KERNELS, ROWS, machine.cells(seconds))
     assert measured == {
-        "own": pytest.approx([0.01, 0.2]),
+        "native": pytest.approx([0.01, 0.2]),
         "torch": pytest.approx([0.01, 0.08]),
     }
-    one_pass = [("own", 1), ("torch", 1), ("own", 8), ("torch", 8)]
+    one_pass = [("native", 1), ("torch", 1), ("native", 8), ("torch", 8)]
     prepared, passes = machine.calls[:4], machine.calls[4:]
     assert sorted(prepared) == sorted(one_pass)
     assert passes == one_pass * 3
@@ -59,16 +59,16 @@ def test_kernels_alternate_and_least_seconds_count(machine: Machine) -> None:
 
 def test_short_calls_are_repeated_more_than_long_ones(machine: Machine) -> None:
     measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: 0.001))
-    assert machine.calls.count(("own", 1)) == 1 + 7
+    assert machine.calls.count(("native", 1)) == 1 + 7
     machine.calls.clear()
     measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: 0.1))
-    assert machine.calls.count(("own", 1)) == 1 + 3
+    assert machine.calls.count(("native", 1)) == 1 + 3
 
 
 def test_measurement_ends_after_the_first_pass_that_takes_too_long(machine: Machine) -> None:
     measured, _ = measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: 5.0))
     assert len(machine.calls) == 4 * 2  # one to prepare, and one pass
-    assert measured == {"own": [5.0, 5.0], "torch": [5.0, 5.0]}
+    assert measured == {"native": [5.0, 5.0], "torch": [5.0, 5.0]}
     machine.calls.clear()
     measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: 0.375))
     assert len(machine.calls) == 4 * 2 + 2  # the second pass begins after 1.5 s
@@ -81,7 +81,7 @@ def test_measurement_whose_equal_calls_differ_much_is_disturbed(
     series = {(k, r): cycle((0.1, 0.1 * slower, 0.1 * slower)) for k in KERNELS for r in ROWS}
     measured, found = measure(KERNELS, ROWS, machine.cells(lambda kernel, rows: next(series[kernel, rows])))
     assert found is is_disturbed
-    assert measured["own"] == pytest.approx([0.1, 0.1])
+    assert measured["native"] == pytest.approx([0.1, 0.1])
 
 
 @given(st.lists(st.lists(st.floats(0.01, 10), min_size=1, max_size=7), min_size=1, max_size=9))

@@ -89,7 +89,9 @@ def test_one_call_in_float32_gives_what_steps_give_and_rows_are_independent(
     monkeypatch.setattr(decoder, "decoder_library", lambda _: library)
     monkeypatch.setattr(decoder, "_MLP_ROWS", 8)  # of 22: several parts, the last not full
     weights = layers(rng)
-    own, steps = (DecoderStack(SHAPE, weights, only(kernel), reference_paged_attention) for kernel in ("own", "torch"))
+    own, steps = (
+        DecoderStack(SHAPE, weights, only(kernel), reference_paged_attention) for kernel in ("native", "torch")
+    )
     pool = torch.randn(PAGES * 2, KV_HEADS, len(weights), 2, PAGE, D, generator=rng)
     table = torch.randperm(PAGES * 2, generator=rng)[: len(LENGTHS) * 6].int().view(len(LENGTHS), 6)
     hidden, angles = (torch.randn(22, size, generator=rng) for size in (WIDTH, D // 2))
@@ -129,7 +131,7 @@ def test_one_call_in_float32_gives_what_steps_give_and_rows_are_independent(
 def test_one_call_in_bfloat16_gives_what_steps_give_and_decodes_are_independent(with_amx: bool, seed: int) -> None:
     rng = torch.Generator().manual_seed(seed)
     weights = [_narrowed(layer) for layer in layers(rng)]
-    own = DecoderStack(SHAPE, weights, only("own"), reference_paged_attention, with_amx=with_amx)
+    own = DecoderStack(SHAPE, weights, only("native"), reference_paged_attention, with_amx=with_amx)
     steps = DecoderStack(SHAPE, weights, only("torch"), reference_paged_attention)
     lengths = [(1, 70), (1, 1), (40, 95), (17, 17), (5, 37)]
     pool = torch.randn(PAGES * 2, KV_HEADS, len(weights), 2, PAGE, D, generator=rng).bfloat16()

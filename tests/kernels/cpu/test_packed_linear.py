@@ -212,9 +212,11 @@ def test_shapes_that_have_no_panels_are_refused(weight: PackedMatrix, reason: st
 
 
 def test_kernels_of_packed_weights_follow_the_setting(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert usable_packed_kernels(torch.float32) == ("own", "torch")
+    assert usable_packed_kernels(torch.float32) == ("native", "torch")
     assert usable_packed_kernels(torch.float32, "torch") == ("torch",)
-    with pytest.raises(ValueError, match="cpu_kernels onednn: the weights are packed; own, int8 and torch read them"):
+    with pytest.raises(
+        ValueError, match="cpu_kernels onednn: the weights are packed; native, int8 and torch read them"
+    ):
         usable_packed_kernels(torch.float32, "onednn")
     monkeypatch.setattr(linear, "rounds_rows", lambda: True)
     assert usable_packed_kernels(torch.bfloat16, "int8") == usable_packed_kernels(torch.float32, "int8") == ("int8",)
@@ -226,9 +228,9 @@ def test_kernels_of_packed_weights_follow_the_setting(monkeypatch: pytest.Monkey
 
 def test_measured_calls_compute_packed_weights_of_the_form() -> None:
     form = CodeForm("e2m1", 32, has_offsets=False)
-    cells = linear_cells(Weights(64, 96, count=5), torch.float32, ["own", "torch"], (1, 64), form)
+    cells = linear_cells(Weights(64, 96, count=5), torch.float32, ["native", "torch"], (1, 64), form)
     for rows in (1, 64):
-        own, plain = (cells[kernel, rows][0]() for kernel in ("own", "torch"))  # type: ignore[index]
+        own, plain = (cells[kernel, rows][0]() for kernel in ("native", "torch"))  # type: ignore[index]
         torch.testing.assert_close(own, plain)
 
 

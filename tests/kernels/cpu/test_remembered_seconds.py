@@ -21,10 +21,10 @@ from crossdock.kernels.cpu.remembered_seconds import measured_choice
 from crossdock.kernels.options import Kernel
 
 ROWS = (1, 2, 4, 8, 16)
-KERNELS: tuple[Kernel, ...] = ("own", "torch")
+KERNELS: tuple[Kernel, ...] = ("native", "torch")
 # Powers of two: the clock adds them without rounding.
-OWN_IS_FASTEST = {"own": [2**-6] * 5, "torch": [2**-5] * 5}
-TORCH_IS_FASTEST = {"own": [2**-5] * 5, "torch": [2**-6] * 5}
+NATIVE_IS_FASTEST = {"native": [2**-6] * 5, "torch": [2**-5] * 5}
+TORCH_IS_FASTEST = {"native": [2**-5] * 5, "torch": [2**-6] * 5}
 LATER_START, DAY, WEEK = 3600.0, 1.5 * 86400.0, 8 * 86400.0
 
 
@@ -64,7 +64,7 @@ class TimedMachine:
 
 @pytest.fixture
 def machine(monkeypatch: pytest.MonkeyPatch) -> TimedMachine:
-    made = TimedMachine(OWN_IS_FASTEST)
+    made = TimedMachine(NATIVE_IS_FASTEST)
     monkeypatch.setattr(measuring.time, "perf_counter", lambda: made.now)
     monkeypatch.setattr(remembered.time, "time", lambda: made.now)
     return made
@@ -78,14 +78,14 @@ def stored(cache: Path) -> list[dict[str, object]]:
 def test_replicas_of_one_start_and_later_starts_measure_once_and_log_it(
     cache: Path, machine: TimedMachine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    machine.seconds = {"own": [0.125, 0.125, 0.125, 3.0, 3.0], "torch": [0.25, 0.25, 0.25, 1.0, 1.0]}
+    machine.seconds = {"native": [0.125, 0.125, 0.125, 3.0, 3.0], "torch": [0.25, 0.25, 0.25, 1.0, 1.0]}
     with caplog.at_level(logging.INFO, remembered.__name__):
         choice = machine.choice()
-    assert choice == KernelChoice("own", "torch", 8)
+    assert choice == KernelChoice("native", "torch", 8)
     (message,) = caplog.messages
     assert message == (
-        "products: own below 8 rows, torch from there (ms for 1/2/4/8/16 rows: "
-        "own 125/125/125/3e+03/3e+03, torch 250/250/250/1e+03/1e+03)"
+        "products: native below 8 rows, torch from there (ms for 1/2/4/8/16 rows: "
+        "native 125/125/125/3e+03/3e+03, torch 250/250/250/1e+03/1e+03)"
     )
     assert machine.choice() == choice
     machine.now += LATER_START
@@ -98,8 +98,8 @@ def test_replicas_of_one_start_and_later_starts_measure_once_and_log_it(
 def test_choice_by_mistake_is_replaced_after_a_week(machine: TimedMachine) -> None:
     machine.seconds = TORCH_IS_FASTEST
     assert machine.choice() == only("torch")
-    machine.seconds, machine.now = OWN_IS_FASTEST, machine.now + WEEK
-    assert machine.choice() == only("own")
+    machine.seconds, machine.now = NATIVE_IS_FASTEST, machine.now + WEEK
+    assert machine.choice() == only("native")
 
 
 def test_busy_machine_is_measured_again_after_a_day(
@@ -112,8 +112,8 @@ def test_busy_machine_is_measured_again_after_a_day(
     machine.now += LATER_START
     assert machine.choice() == only("torch")
     assert machine.num_measured == 1, "later starts measure nothing"
-    machine.seconds, machine.is_busy, machine.now = OWN_IS_FASTEST, False, machine.now + DAY
-    assert machine.choice() == only("own")
+    machine.seconds, machine.is_busy, machine.now = NATIVE_IS_FASTEST, False, machine.now + DAY
+    assert machine.choice() == only("native")
     assert [kept["is_disturbed"] for kept in stored(cache)] == [False]
 
 
@@ -121,7 +121,7 @@ def test_load_after_a_week_replaces_no_seconds_of_an_idle_machine(cache: Path, m
     machine.choice()
     before = stored(cache)
     machine.seconds, machine.is_busy, machine.now = TORCH_IS_FASTEST, True, machine.now + WEEK
-    assert machine.choice() == only("own")
+    assert machine.choice() == only("native")
     assert stored(cache) == before
 
 
@@ -156,8 +156,8 @@ _UNTIMED = {"is_disturbed": False, "measured_at": 0}
     "content",
     [
         *("", "{", "[]", '{"key": "another", "value": {}}', '{"key": 1}'),
-        *(None, {"seconds": OWN_IS_FASTEST}),
-        *({"seconds": {"own": [0.0, 1.0]}, **_UNTIMED}, {"seconds": {"own": [1.0, "nan"]}, **_UNTIMED}),
+        *(None, {"seconds": NATIVE_IS_FASTEST}),
+        *({"seconds": {"native": [0.0, 1.0]}, **_UNTIMED}, {"seconds": {"native": [1.0, "nan"]}, **_UNTIMED}),
     ],
 )
 def test_bad_file_or_entry_is_measured_again(cache: Path, machine: TimedMachine, content: object) -> None:
@@ -176,7 +176,7 @@ def test_cache_that_cannot_be_made_is_no_error(
     (tmp_path / "file").touch()
     monkeypatch.setenv("CROSSDOCK_CACHE", str(tmp_path / "file"))
     with caplog.at_level(logging.INFO, remembered.__name__):
-        assert machine.choice() == only("own")
+        assert machine.choice() == only("native")
     assert "not kept for later starts" in caplog.messages[0]
 
 
@@ -188,9 +188,9 @@ def test_cache_that_can_only_be_read_is_used(machine: TimedMachine, monkeypatch:
 
     monkeypatch.setattr(remembered, "write_cached", refused)
     monkeypatch.setattr(Path, "mkdir", refused)
-    assert machine.choice() == only("own")
+    assert machine.choice() == only("native")
     assert machine.num_measured == 1
-    assert machine.choice("two") == only("own")
+    assert machine.choice("two") == only("native")
 
 
 def _no_locks(*_: object) -> None:
@@ -207,7 +207,7 @@ def test_missing_locks_and_a_lock_that_is_held_for_long_do_not_stop_a_start(
 ) -> None:
     monkeypatch.setattr(remembered, "_LONGEST_WAIT_S", 0.1)
     monkeypatch.setattr(fcntl, "flock", flock)
-    assert machine.choice() == machine.choice() == only("own")
+    assert machine.choice() == machine.choice() == only("native")
     assert machine.num_measured == 1
 
 

@@ -7,10 +7,9 @@ import torch
 from torch import Tensor
 
 from crossdock.workers.model.sampling import sampler
-from crossdock.workers.model.sampling.noise import hashed_ids, row_keys
 from crossdock.workers.model.sampling.row import SampleRow
-from crossdock.workers.model.sampling.sampler import PendingTokens, sample
-from crossdock.workers.schedule.submission import SamplingParams
+from crossdock.workers.model.sampling.sampler import PendingTokens, hashed_ids, row_keys, sample
+from crossdock.workers.schedule.request.submission import SamplingParams
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 

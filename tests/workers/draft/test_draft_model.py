@@ -111,7 +111,7 @@ def test_full_pool_takes_pages_of_streams_that_do_not_draft() -> None:
     drafting.remove("c")
     assert drafting.propose({"a": 3})["a"] == expected({"a": texts["a"]}, 3)["a"]
     drafting.remove("a")
-    assert drafting.pages.stock.num_available == 4
+    assert drafting.pages.block_pool.num_available == 4
 
 
 def test_text_as_long_as_the_small_model_takes_has_no_drafts() -> None:

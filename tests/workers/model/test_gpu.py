@@ -21,9 +21,9 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.batch import Batch, Scheduled
-from crossdock.workers.schedule.request import Request
-from crossdock.workers.schedule.submission import SamplingParams, Submission
+from crossdock.workers.schedule.request.batch import Batch, Scheduled
+from crossdock.workers.schedule.request.request import Request
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import assert_any_chunks
 

@@ -10,11 +10,11 @@ import torch
 
 from crossdock.workers.model.inputs import StepInputs, StepTensors
 from crossdock.workers.model.model import LoadedModel
-from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import HOLE
-from crossdock.workers.schedule.request import Request
-from crossdock.workers.schedule.submission import SamplingParams
+from crossdock.workers.schedule.request.batch import Batch, Scheduled, StatePages
+from crossdock.workers.schedule.request.request import Request
+from crossdock.workers.schedule.request.submission import SamplingParams
 
 CPU = torch.device("cpu")
 

@@ -17,7 +17,7 @@ from crossdock.workers.model.load import load_model, wrap_module
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.new_weights import NewWeights, held_checksums
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.submission import Submission
 from tests.workers.architectures import SERVED, build
 from tests.workers.replica.engines import engine_on, greedy, run
 
@@ -144,7 +144,7 @@ def test_float32_weights_that_kernels_would_round_are_refused(tmp_path: Path) ->
     old = saved(tmp_path / "old", 1, **FUSED)
     module = AutoModelForCausalLM.from_pretrained(old)
     module.bfloat16().float().save_pretrained(old)
-    model, new = load_model(spec(old, cpu_kernels="own")), saved(tmp_path / "new", 2, **FUSED)
+    model, new = load_model(spec(old, cpu_kernels="native")), saved(tmp_path / "new", 2, **FUSED)
     before, weights = logprobs(model), NewWeights(model)
     with pytest.raises(ValueError, match="start with --cpu-kernels torch"):
         weights.read(new)

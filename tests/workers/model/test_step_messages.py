@@ -9,11 +9,10 @@ import pytest
 from crossdock.workers.model.forward.step_pictures import StepPictures
 from crossdock.workers.model.inputs import StepInputs, StepTensors
 from crossdock.workers.model.step_messages import StepReceiver, StepSender
-from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
-from crossdock.workers.schedule.pictures.encoding import EncoderWork
-from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.request import Request
-from crossdock.workers.schedule.submission import SamplingParams
+from crossdock.workers.schedule.request.batch import Batch, EncoderWork, Scheduled, StatePages
+from crossdock.workers.schedule.request.items import Item
+from crossdock.workers.schedule.request.request import Request
+from crossdock.workers.schedule.request.submission import SamplingParams
 
 PAGE_SIZE = 4
 

@@ -14,8 +14,8 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.serving.engine_thread import EngineThread
-from crossdock.workers.schedule.slo import SloClass
-from crossdock.workers.schedule.submission import SamplingParams, Submission
+from crossdock.workers.schedule.request.slo import SloClass
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.waiting import until
 from tests.workers.architectures import build
 

@@ -1,7 +1,7 @@
 """Tiny engines, requests run to their end on one, and transformers' own tokens for the same prompts."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,9 +13,10 @@ from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.computing import new_engine
-from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.request import TokenDelta
-from crossdock.workers.schedule.submission import SamplingParams, Submission
+from crossdock.workers.replica.engine.engine import Engine, OnScheduled, Step
+from crossdock.workers.schedule.request.batch import Batch
+from crossdock.workers.schedule.request.request import TokenDelta
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.workers.architectures import build
 
 VOCAB_SIZE = 2000
@@ -32,6 +33,20 @@ def engine_on(model: LoadedModel, num_pages: int = 1000, **config: Any) -> Engin
     """Return an engine whose pool has `num_pages` pages."""
     memory = num_pages * model.layout(config.get("page_size", 16)).page_bytes
     return new_engine(model, EngineConfig(kv_cache_memory=ByteSize(memory), **config))
+
+
+def before_each_step(engine: Engine, note: Callable[[Batch], None]) -> None:
+    """Call `note` with the batch of each step before the engine computes the step."""
+    step = engine.step
+
+    def noted(on_scheduled: OnScheduled = lambda _: None) -> Step:
+        def both(batch: Batch) -> None:
+            on_scheduled(batch)
+            note(batch)
+
+        return step(both)
+
+    engine.step = noted  # type: ignore[method-assign]
 
 
 def run(engine: Engine) -> dict[str, list[TokenDelta]]:

@@ -34,15 +34,16 @@ from crossdock.kvtransfer.sender import Sender
 from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.engine.engine import Step
 from crossdock.workers.replica.transfer.handover import Handover
-from crossdock.workers.schedule.batch import Scheduled
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.memory.pages import PagePool
-from crossdock.workers.schedule.memory.prefix_index import HOLE, PageHash, Window
+from crossdock.workers.schedule.memory.prefix_index import HOLE, Window
 from crossdock.workers.schedule.prefixes.loading import PrefixLoad
 from crossdock.workers.schedule.prefixes.tier_pages import PageKey, PageTier, TierPages
-from crossdock.workers.schedule.request import FinishReason, Request, TokenDelta
-from crossdock.workers.schedule.submission import Leg, SamplingParams, Submission
+from crossdock.workers.schedule.request.batch import Scheduled
+from crossdock.workers.schedule.request.page_hashes import PageHash
+from crossdock.workers.schedule.request.request import FinishReason, Request, TokenDelta
+from crossdock.workers.schedule.request.submission import Leg, SamplingParams, Submission
 from tests.workers.schedule.model_free_replica import (
     CLASSES,
     COST,
@@ -157,7 +158,6 @@ class PoolReplica:
     is_dead: bool = False
     inbox: deque[Callable[[], None]] = field(default_factory=deque)
 
-    on_scheduled: list[Callable[[Any], None]] = field(default_factory=list)
     memory: dict[int, list[int | None]] = field(default_factory=dict)  # by page: the content of its tokens
     stored: dict[PageKey, list[list[int | None]]] = field(default_factory=dict)  # by evicted page: its content
     loads: list[PrefixLoad] = field(default_factory=list)  # that end before the next step
@@ -228,33 +228,26 @@ class PoolReplica:
         self.tier.stored(key, 1e-4)
 
     def end_loads(self) -> None:
-        """End the loads that began before the last step, those of tails from the last page backward."""
+        """End the loads that began before the last step."""
         loads, self.loads = self.loads, self.scheduler.loading.take_begun()
         for load in loads:
-            tail, first = load.tail, load.prefix.num_landed
-            if tail is not None:
-                numbers = [*iter(tail.take_last, None)]
-                first = numbers[-1] if numbers else tail.num_pages
-            for each in load.pages:
-                if each.number >= first:
-                    self.memory.update(zip(each.pages, map(list, self.stored[each.key]), strict=True))
-                    self.world.num_loaded += len(each.pages)
-            if tail is not None:
-                self.scheduler.loading.meet(load, first)
-            else:
-                self.scheduler.loading.finish(load, len(load.prefix.hashes))
+            for number in iter(load.take, None):
+                each = load.pages[number]
+                self.memory.update(zip(each.pages, map(list, self.stored[each.key]), strict=True))
+                self.world.num_loaded += len(each.pages)
+                load.land()
+            self.scheduler.loading.end(load)
 
     def step(self) -> bool:
         """Do one turn. Return whether something was computed."""
         while self.inbox:
             self.inbox.popleft()()
         self.end_loads()
-        self.handover.plan()
+        self.report(self.handover.plan())
         batch = None
         if self.scheduler.table.has_work:
             batch = begin_step(self.scheduler, self.world.now)
-            for listener in self.on_scheduled:
-                listener(batch)
+            self.handover.scheduled(batch)
             for part in batch.scheduled:
                 self.compute(part)
             sampled = {
@@ -307,11 +300,13 @@ class Client:
     submission: Submission
     began: float
     attempt: int = 0
+    began_at: int = 0  # tokens of the output before this attempt
     output: list[int] = field(default_factory=list)
     prefill: str = ""
     decode: str = ""
     is_over: bool = False
     num_returned: int = 0
+    shows_decode: bool = False  # the decode replica has pages for this attempt, or has computed the prompt itself
 
 
 class World:
@@ -379,6 +374,7 @@ class World:
 
     def place(self, client: Client) -> None:
         work = client.submission
+        client.shows_decode, client.began_at = False, len(client.output)
         client.prefill, client.decode = self.prefill.name, self.decode.name
         if self.both_ways and int(work.id[1:]) % 2:
             client.prefill, client.decode = client.decode, client.prefill
@@ -424,6 +420,10 @@ class World:
         client = self.clients[delta.request_id]
         if client.is_over or delta.epoch != client.attempt:
             return
+        if replica == client.decode:
+            is_grant = not delta.token_ids and delta.finish_reason is None
+            client.shows_decode |= is_grant or delta.first == client.began_at
+            assert client.shows_decode or not delta.token_ids, "tokens of pages that it has not granted"
         fresh = delta.token_ids[max(len(client.output) - delta.first, 0) :]
         assert delta.first <= len(client.output) or replica == client.decode
         if delta.first > len(client.output):  # the first token is late: its channel is another one

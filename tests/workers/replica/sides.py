@@ -21,8 +21,8 @@ from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.serving.engine_thread import EngineThread
 from crossdock.workers.replica.transfer.fetches import OnFigures
 from crossdock.workers.replica.transfer.handover import Handover, connect
-from crossdock.workers.schedule.request import FinishReason, TokenDelta
-from crossdock.workers.schedule.submission import Leg, SamplingParams, Submission
+from crossdock.workers.schedule.request.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.request.submission import Leg, SamplingParams, Submission
 from tests.workers.architectures import build
 
 _HAS_NIXL = importlib.util.find_spec("nixl") is not None

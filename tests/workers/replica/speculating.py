@@ -22,8 +22,8 @@ from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.drafts.verify import DraftTotals
-from crossdock.workers.schedule.request import TokenDelta
-from crossdock.workers.schedule.submission import Grammar, SamplingParams, Submission
+from crossdock.workers.schedule.request.request import TokenDelta
+from crossdock.workers.schedule.request.submission import Grammar, SamplingParams, Submission
 from tests.workers.architectures import SERVED, build
 from tests.workers.replica.engines import tokens_of
 

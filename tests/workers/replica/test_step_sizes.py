@@ -5,7 +5,7 @@ from pydantic import ValidationError
 
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica.config import EngineConfig, StepSizes
-from crossdock.workers.schedule.submission import SamplingParams, Submission
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.workers.architectures import build
 from tests.workers.replica.engines import engine_on
 

@@ -1,6 +1,5 @@
 """The live profile agrees with the scheduler, and is published seldom."""
 
-import pickle
 import random
 from typing import Any
 
@@ -9,13 +8,20 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdock.router.work import Work
-from crossdock.workers.report.advertise import LENGTHS, LiveProfile, Prompts, observe
+from crossdock.workers.report.advertise import Message, observe
+from crossdock.workers.report.frames import frame
+from crossdock.workers.report.live_profile import LENGTHS, Prompts
 from crossdock.workers.report.publisher import Publisher
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.encoding import Encoding
-from crossdock.workers.schedule.slo import SloClass
-from crossdock.workers.schedule.submission import Leg, Overloaded
-from tests.workers.schedule.model_free_replica import COST, ModelFreeReplica, new_request, new_scheduler
+from crossdock.workers.schedule.request.slo import SloClass
+from crossdock.workers.schedule.request.submission import Leg, Overloaded
+from tests.router.replicas import live_profile
+from tests.workers.schedule import model_free_replica
+from tests.workers.schedule.model_free_replica import ModelFreeReplica, new_request, new_scheduler
+
+COST = model_free_replica.COST.model_copy(update={"base": 10e-3})
+"""A cost whose knee of throughput, 100 ms, is beyond the 64 tokens of a step."""
 
 CLASSES = (
     SloClass(name="interactive", ttft_s=1.0, tpot_s=0.02, decode_share=0.25),
@@ -25,7 +31,7 @@ CLASSES = (
 
 
 def new_replica(num_pages: int = 400) -> ModelFreeReplica:
-    """Return a replica of 8 places whose steps take no time; the tests set its clock."""
+    """Return a replica of 8 slots whose steps take no time; the tests set its clock."""
     scheduler = new_scheduler(num_pages, 1000, cost=COST, max_num_batched_tokens=64, slo_classes=CLASSES)
     return ModelFreeReplica(scheduler, sample=lambda token_ids: 7)
 
@@ -51,9 +57,9 @@ def test_live_profile_counts_every_kind_of_request() -> None:
     add(replica, "sent", 41, "batch", leg=Leg.SEND)
     add(replica, "received", 21, "interactive", leg=Leg.RECEIVE)
     live = Publisher(replica.scheduler, "me", sequence=4).live(0.0, step_seconds=0.25)
-    assert live == LiveProfile(
-        incarnation="me",
-        sequence=5,
+    assert live == live_profile(
+        "me",
+        5,
         cost=COST.advertised,
         prompts=(
             Prompts(1, 1, 1, 30, COST.prefill_seconds(0, 30, 64)),
@@ -64,40 +70,51 @@ def test_live_profile_counts_every_kind_of_request() -> None:
         ends=((18, 3 + 1),),
         arriving=(1, 0, 0),
         leaving=(0, 0, 1),
-        # Of 8 places one is taken, and a second reserved for interactive requests; each waiting request takes one from
+        # Of 8 slots one is taken, and a second reserved for interactive requests; each waiting request takes one from
         # its own class and from less urgent ones.
-        places=(6, 4, 3),
+        slots=(6, 4, 3),
         # The stream has 3 pages and needs one more soon; no request is less urgent.
         # Two of those that wait need one more for their first tokens; the third one's output is made elsewhere.
         free_pages=(400 - 4 - 7, 400 - 4 - 7 - 9, 400 - 4 - 7 - 9 - 11),
         pages_now=(400 - 4 - 7, 400 - 4 - 7 - 9, 400 - 4 - 7 - 9 - 11),  # all of them fit
-        starting=(
+        starting=(  # first the one whose prompt another replica computes
+            (7, 0.0, 20),
             (9, COST.prefill_seconds(0, 30, 64), 20),
             (11, COST.prefill_seconds(0, 41, 64), 0),
-            (7, 0.0, 20),
         ),
         prompt_shares=(0.0, 0.0, 0.0),
         step_seconds=0.25,
         done_seconds=COST.chunk_seconds(0, 9),
         empty_pages=400 - 3,
     )
-    assert LENGTHS[0] <= live.prompts[0].seconds < LENGTHS[1]
+    assert LENGTHS[0] <= live.prefills.groups[0].seconds < LENGTHS[1]
+
+
+@pytest.mark.parametrize("leg", [Leg.LOCAL, Leg.RECEIVE])
+def test_prompts_pass_a_waiting_one_that_lacks_pages_unless_another_replica_computes_it(leg: Leg) -> None:
+    replica = new_replica()
+    add(replica, "stream", 900, max_tokens=20)
+    replica.step()
+    add(replica, "waits", 900, leg=leg)
+    live = observe(replica.scheduler, "me", 1)
+    assert live.room.free_pages[1] < 0
+    assert (live.room.pages_now[1] > 0) is (leg is Leg.LOCAL)
 
 
 def test_prompt_whose_vector_is_wanted_is_a_prompt_and_no_stream_to_come() -> None:
     replica = new_replica()
     replica.scheduler.add(new_request("vector", [7] * 30, max_tokens=1, pooling="last"))
     live = observe(replica.scheduler, "me", 1)
-    assert [(prompts.count, prompts.tokens) for prompts in live.prompts] == [(1, 30)]
-    assert sum(live.leaving) == 1
+    assert [(prompts.count, prompts.tokens) for prompts in live.prefills.groups] == [(1, 30)]
+    assert sum(live.streams.leaving) == 1
     assert sum(Work.of(live, len(CLASSES)).arriving) == 0
 
 
 def test_live_profile_of_an_idle_replica_is_empty() -> None:
     none, shares = (0, 0, 0), (0.0, 0.0, 0.0)
-    room: dict[str, Any] = {"places": (8, 6, 6), "free_pages": (400,) * 3, "pages_now": (400,) * 3, "empty_pages": 400}
-    idle = LiveProfile(
-        "me", 1, COST.advertised, streams=none, arriving=none, leaving=none, prompt_shares=shares, **room
+    room: dict[str, Any] = {"slots": (8, 6, 6), "free_pages": (400,) * 3, "pages_now": (400,) * 3, "empty_pages": 400}
+    idle = live_profile(
+        "me", 1, cost=COST.advertised, streams=none, arriving=none, leaving=none, prompt_shares=shares, **room
     )
     assert Publisher(new_replica().scheduler, "me").live(0.0, step_seconds=0.25) == idle
 
@@ -105,10 +122,10 @@ def test_live_profile_of_an_idle_replica_is_empty() -> None:
 def test_live_profile_has_what_pictures_cost_as_learnt_so_far() -> None:
     replica = new_replica()
     encoded = new_scheduler(400, 1000, cost=COST, slo_classes=CLASSES, encoding=Encoding(100))
-    assert [observe(scheduler, "me", 1).encoder_cost for scheduler in (replica.scheduler, encoded)] == [(), ()]
+    assert [observe(scheduler, "me", 1).learnt.encoder_cost for scheduler in (replica.scheduler, encoded)] == [(), ()]
     for base in (1.0, 2.0):
-        encoded.encoding.cost = EncoderCost(base=base, per_row=0.5, per_square=0.25)
-        assert observe(encoded, "me", 1).encoder_cost == (base, 0.5, 0.25)
+        encoded.encoding.cost = EncoderCost(base=base, per_embedding_token=0.5, per_square=0.25)
+        assert observe(encoded, "me", 1).learnt.encoder_cost == (base, 0.5, 0.25)
 
 
 def test_urgent_classes_count_on_pages_of_less_urgent_requests() -> None:
@@ -118,7 +135,7 @@ def test_urgent_classes_count_on_pages_of_less_urgent_requests() -> None:
     held = len(replica.scheduler.pages.pages_of("stream#0"))
     room = replica.scheduler.table.num_growth_pages(replica.scheduler.table.running[0])
     assert room > 0
-    assert observe(replica.scheduler, "me", 1).free_pages == (400, 400, 400 - held - room)
+    assert observe(replica.scheduler, "me", 1).room.free_pages == (400, 400, 400 - held - room)
 
 
 def test_waiting_prompt_that_lacks_pages_takes_none_of_those_that_are_free_now() -> None:
@@ -131,10 +148,10 @@ def test_waiting_prompt_that_lacks_pages_takes_none_of_those_that_are_free_now()
     (stream,) = replica.scheduler.table.running
     free = 300 - replica.scheduler.pages.num_held_by(stream.owner) - replica.scheduler.table.num_growth_pages(stream)
     long, short = (num_tokens // page_size + 1 for num_tokens in (900, 40))  # with the page of the first tokens
-    assert live.pages_now[1] == free - short
-    assert live.free_pages[1] == live.pages_now[1] - long < 0
-    assert live.lacking == ((long, pytest.approx(COST.prefill_seconds(0, 900, 64)), 20),)
-    assert live.starting == ((short, pytest.approx(COST.prefill_seconds(0, 40, 64)), 20),)
+    assert live.room.pages_now[1] == free - short
+    assert live.room.free_pages[1] == live.room.pages_now[1] - long < 0
+    assert live.room.lacking == ((long, pytest.approx(COST.prefill_seconds(0, 900, 64)), 20),)
+    assert live.room.starting == ((short, pytest.approx(COST.prefill_seconds(0, 40, 64)), 20),)
 
 
 def test_pages_that_a_waiting_prompt_will_share_are_not_free_when_their_stream_ends() -> None:
@@ -142,9 +159,9 @@ def test_pages_that_a_waiting_prompt_will_share_are_not_free_when_their_stream_e
     replica.add("stream", prompt, max_tokens=20)
     replica.step()
     replica.step()
-    ends = [observe(replica.scheduler, "me", 1).ends]
+    ends = [observe(replica.scheduler, "me", 1).room.ends]
     replica.add("next", prompt)
-    ends.append(observe(replica.scheduler, "me", 2).ends)
+    ends.append(observe(replica.scheduler, "me", 2).room.ends)
     (before,), (now,) = ends
     assert now == (before[0], before[1] - 40 // replica.scheduler.pages.page_size)
 
@@ -154,11 +171,11 @@ def test_prefix_that_another_replica_will_send_takes_room() -> None:
     add(replica, "waits", 41, source_tokens=40)
     scheduler = replica.scheduler
     scheduler.borrowed.expect("waits", scheduler.table.request("waits"), 0.0, 10.0)
-    assert observe(scheduler, "me", 1).pages_now == (400, 400 - 11 - 1, 400 - 11 - 1)
+    assert observe(scheduler, "me", 1).room.pages_now == (400, 400 - 11 - 1, 400 - 11 - 1)
     assert scheduler.borrowed.grant("waits", 40, 0.0)
     live = observe(scheduler, "me", 2)
-    assert live.pages_now[1] == 400 - 11 - 1
-    assert [pages for pages, _, _ in live.starting] == [11 + 1], "all of them are free when it ends"
+    assert live.room.pages_now[1] == 400 - 11 - 1
+    assert [pages for pages, _, _ in live.room.starting] == [11 + 1], "all of them are free when it ends"
 
 
 def test_pages_that_requests_share_are_free_when_the_last_of_them_ends() -> None:
@@ -167,7 +184,7 @@ def test_pages_that_requests_share_are_free_when_the_last_of_them_ends() -> None
         replica.add(name, prompt, max_tokens=max_tokens)
         replica.step()
     replica.step()
-    (first, few), (last, many) = observe(replica.scheduler, "me", 1).ends
+    (first, few), (last, many) = observe(replica.scheduler, "me", 1).room.ends
     growth = sum(map(replica.scheduler.table.num_growth_pages, replica.scheduler.table.running))
     assert first < last
     assert few < 5 < 10 < many
@@ -181,7 +198,7 @@ def test_waiting_prompt_takes_its_cached_pages_from_those_that_are_free() -> Non
     assert replica.scheduler.pages.counts().cached == 10
     replica.add("again", prompt, "standard")
     replica.scheduler.table.waiting[0].expected_cached_tokens = 40
-    assert observe(replica.scheduler, "me", 1).free_pages[1] == 400 - 11
+    assert observe(replica.scheduler, "me", 1).room.free_pages[1] == 400 - 11
 
 
 def test_prompt_shares_are_recent_shares_of_time() -> None:
@@ -194,8 +211,8 @@ def test_prompt_shares_are_recent_shares_of_time() -> None:
         replica.now = float(second)
         replica.run()
         live = publisher.live(float(second))
-    assert live.prompt_shares == pytest.approx((0.2, 0.1, 0.0), rel=0.02)
-    assert publisher.live(120.0).prompt_shares == pytest.approx((0.0, 0.0, 0.0), abs=1e-3)
+    assert live.shares.prompts == pytest.approx((0.2, 0.1, 0.0), rel=0.02)
+    assert publisher.live(120.0).shares.prompts == pytest.approx((0.0, 0.0, 0.0), abs=1e-3)
 
 
 def test_stream_share_is_the_recent_share_that_streams_took() -> None:
@@ -215,8 +232,8 @@ def test_stream_share_is_the_recent_share_that_streams_took() -> None:
         replica.step()
         live = publisher.live(second + 1.0)
     assert 0.05 < taken < 1
-    assert live.stream_share == pytest.approx(taken / 2, rel=0.15)  # the last second counts a little more
-    assert publisher.live(120.0).stream_share == pytest.approx(0.0, abs=1e-3)
+    assert live.shares.streams == pytest.approx(taken / 2, rel=0.15)  # the last second counts a little more
+    assert publisher.live(120.0).shares.streams == pytest.approx(0.0, abs=1e-3)
 
 
 @given(st.randoms(use_true_random=False))
@@ -238,12 +255,14 @@ def test_live_profile_counts_each_request_once(rng: random.Random) -> None:
     for priority in range(3):
         here = [request for request in scheduler.table.requests() if request.priority == priority]
         sending = [each for each in scheduler.table.held if each.priority == priority and each.leg is Leg.SEND]
-        prompts = sum(prompts.count for prompts in live.prompts if prompts.priority == priority)
-        assert prompts + live.streams[priority] + live.arriving[priority] + len(sending) == len(here)
+        prompts = sum(prompts.count for prompts in live.prefills.groups if prompts.priority == priority)
+        assert prompts + live.streams.counts[priority] + live.streams.arriving[priority] + len(sending) == len(here)
     uncached = sum(request.num_uncached_tokens for request in scheduler.table.prefills())
-    assert sum(prompts.tokens for prompts in live.prompts) == uncached
-    assert live.context_tokens == sum(request.num_tokens for request in scheduler.table.running if request.is_decoding)
-    assert len(pickle.dumps(live)) < 1000, "it is sent with every few steps, for any backlog"
+    assert sum(prompts.tokens for prompts in live.prefills.groups) == uncached
+    assert live.streams.context_tokens == sum(
+        request.num_tokens for request in scheduler.table.running if request.is_decoding
+    )
+    assert len(frame(Message(live=live))) < 1000, "it is sent with every few steps, for any backlog"
 
 
 def test_live_profile_is_due_when_something_changed() -> None:
@@ -289,7 +308,7 @@ def test_page_changes_are_numbered_and_a_late_reader_gets_all() -> None:
     assert (first.number, len(first.added), first.evicted, first.is_all) == (1, 4, [], False)
     everything = publisher.all_pages()
     assert (everything.number, everything.added, everything.is_all) == (1, first.added, True)
-    replica.scheduler.pages.stock.clear_cache()
+    replica.scheduler.pages.block_pool.clear_cache()
     (second,) = publisher.page_changes()
     assert (second.number, second.added, sorted(second.evicted)) == (2, [], sorted(first.added))
 

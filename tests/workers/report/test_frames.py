@@ -6,12 +6,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec import DecodeError
 
-from crossdock.workers.report.advertise import LiveProfile, Message, PageChanges, Prompts
+from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.answer import Answer, Refusal
 from crossdock.workers.report.frames import LENGTH, frame, read_frame, read_submission, submission_frame
-from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.request import FinishReason, TokenDelta, TokenLogprobs
-from crossdock.workers.schedule.submission import Grammar, Leg, SamplingParams, Submission
+from crossdock.workers.report.live_profile import (
+    Learnt,
+    LiveProfile,
+    PageChanges,
+    Prefills,
+    Prompts,
+    Room,
+    WaitingRequest,
+)
+from crossdock.workers.schedule.request.items import Item
+from crossdock.workers.schedule.request.request import FinishReason, TokenDelta, TokenLogprobs
+from crossdock.workers.schedule.request.submission import Grammar, Leg, SamplingParams, Submission
 
 finite = st.floats(allow_nan=False)
 numbers = st.integers(-(2**40), 2**40)
@@ -32,13 +41,15 @@ deltas = st.builds(
     error=st.none() | st.text(max_size=9),
     embedding=st.none() | st.binary(max_size=9),
 )
+waiting = st.builds(WaitingRequest, numbers, finite, numbers)
+groups = st.lists(st.builds(Prompts, numbers, numbers, numbers, numbers, finite), max_size=2).map(tuple)
 profiles = st.builds(
     LiveProfile,
     st.text(max_size=9),
     numbers,
-    st.lists(finite, max_size=4).map(tuple),
-    st.lists(st.builds(Prompts, numbers, numbers, numbers, numbers, finite), max_size=2).map(tuple),
-    places=st.lists(numbers, max_size=3).map(tuple),
+    st.lists(finite, max_size=4).map(lambda cost: Learnt(tuple(cost))),
+    groups.map(Prefills),
+    room=st.lists(waiting, max_size=2).map(lambda requests: Room(starting=tuple(requests))),
     role=st.none() | st.sampled_from(["mixed", "prefill", "decode"]),
     step_seconds=finite,
 )

@@ -1,4 +1,4 @@
-"""Recent steps are complete, in order, and show no request's name to another tenant."""
+"""Recent steps are complete, in order, and show no request's name to another owner."""
 
 from typing import Any
 
@@ -22,8 +22,8 @@ class WatchedReplica(TimedReplica):
             progress = self.step()
             self.recent.record(self.replica.batches[-1], progress.chunks, started, STEP, 0.9)
 
-    def after(self, number: int = 0, tenant: str | None = None) -> list[dict[str, Any]]:
-        steps: list[dict[str, Any]] = self.recent.after({self.recent.incarnation: number}, tenant)["steps"]
+    def after(self, number: int = 0, owner: str | None = None) -> list[dict[str, Any]]:
+        steps: list[dict[str, Any]] = self.recent.after({self.recent.incarnation: number}, owner)["steps"]
         return steps
 
 
@@ -72,12 +72,12 @@ def test_old_steps_are_dropped() -> None:
     assert [step["number"] for step in watched.after()] == [7, 8, 9]
 
 
-def test_chunks_are_shown_to_their_tenant_only() -> None:
+def test_chunks_are_shown_to_their_owner_only() -> None:
     """And the figures of the step, which count the work of all, to one who may see all."""
     watched = WatchedReplica()
-    watched.add("mine", 4, tenant="a", request_id="secret")
+    watched.add("mine", 4, key_owner="a", request_id="secret")
     watched.run_steps()
-    watched.add("other", 4, tenant="b")
+    watched.add("other", 4, key_owner="b")
     watched.run_steps()
     assert [chunk["request_id"] for step in watched.after() for chunk in step["chunks"]] == ["secret", "other"]
     (step,) = watched.after(0, "a")
@@ -85,14 +85,14 @@ def test_chunks_are_shown_to_their_tenant_only() -> None:
     assert {step[name] for name in ("num_decodes", "num_skipped", "predicted_s", "limit")} == {None}
     assert watched.after(0, "c") == []
     for name in "ab":
-        watched.add(f"beside {name}", 4, tenant=name)
+        watched.add(f"beside {name}", 4, key_owner=name)
     watched.run_steps()
-    assert [len(watched.after(0, tenant)[-1]["chunks"]) for tenant in (None, "a", "b")] == [2, 1, 1], "in one step"
+    assert [len(watched.after(0, owner)[-1]["chunks"]) for owner in (None, "a", "b")] == [2, 1, 1], "in one step"
 
 
-def test_tenant_gets_the_steps_after_the_last_it_has_seen() -> None:
+def test_owner_gets_the_steps_after_the_last_it_has_seen() -> None:
     watched = WatchedReplica()
-    watched.add("long", 40, tenant="a")
+    watched.add("long", 40, key_owner="a")
     watched.run_steps(5)
     seen: dict[str, int] = {}
     first = watched.recent.after(seen, "a")

@@ -8,9 +8,9 @@ import pytest
 
 from crossdock.kvtransfer.events import Figures
 from crossdock.workers.report.timeline import KEEP_CHUNKS, Progress, Timeline, Timelines, prompt_length_bucket
-from crossdock.workers.schedule.request import FinishReason, Request, TokenDelta
-from crossdock.workers.schedule.slo import SloClass
-from crossdock.workers.schedule.submission import Leg, SamplingParams, Submission
+from crossdock.workers.schedule.request.request import FinishReason, Request, TokenDelta
+from crossdock.workers.schedule.request.slo import SloClass
+from crossdock.workers.schedule.request.submission import Leg, SamplingParams, Submission
 from tests.workers.schedule.model_free_replica import ModelFreeReplica, new_scheduler
 
 CLASSES = (
@@ -58,8 +58,8 @@ class TimedReplica:
         [found] = self.timelines.find(name, None, self.replica.now)
         return found
 
-    def live(self, tenant: str | None = None) -> list[dict[str, Any]]:
-        return self.timelines.live(tenant, self.replica.now)
+    def live(self, owner: str | None = None) -> list[dict[str, Any]]:
+        return self.timelines.live(owner, self.replica.now)
 
 
 def test_transfer_whose_last_message_comes_after_the_last_token_is_in_the_timeline() -> None:
@@ -222,10 +222,10 @@ def test_http_request_with_several_prompts_has_several_timelines() -> None:
     assert timed.timelines.find("c", None, timed.replica.now) == []
 
 
-def test_tenant_sees_only_its_own_timelines() -> None:
+def test_owner_sees_only_its_own_timelines() -> None:
     timed = TimedReplica()
-    timed.add("a-1", 4, request_id="a", tenant="one")
-    timed.add("a-2", 4, request_id="a", tenant="two")
+    timed.add("a-1", 4, request_id="a", key_owner="one")
+    timed.add("a-2", 4, request_id="a", key_owner="two")
     assert [found["id"] for found in timed.timelines.find("a", "two", timed.replica.now)] == ["a-2"]
     assert [found["id"] for found in timed.live("one")] == ["a-1"]
     assert len(timed.live()) == 2

@@ -89,3 +89,13 @@ def test_text_without_a_model_has_no_name_of_vllm(registry: CollectorRegistry) -
     text = exposition(registry, [Name("usage", "gauge", "", (Source("pages"),))], None)
     assert "vllm:" not in text
     assert 'pages{state="free"} 10.0' in text
+
+
+def test_text_has_no_series_for_the_times_at_which_series_were_made(registry: CollectorRegistry) -> None:
+    """They would be half of all names of a scrape."""
+    made = [sample.name for family in registry.collect() for sample in family.samples]
+    assert any(name.endswith("_created") for name in made)
+    assert "_created" not in exposition(registry, [], None)
+    kept = [name for name in made if not name.endswith("_created")]
+    lines = [line for line in exposition(registry, [], None).splitlines() if not line.startswith("#")]
+    assert len(lines) == len(kept)

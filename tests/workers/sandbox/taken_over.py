@@ -16,7 +16,7 @@ from crossdock.cluster.api.media import picture_process, preparation
 from crossdock.cluster.api.media.decoding import BadPicture
 from crossdock.workers.model.grammar import vetting
 from crossdock.workers.sandbox import limited_child
-from crossdock.workers.schedule.submission import InvalidField
+from crossdock.workers.schedule.request.submission import InvalidField
 
 MARK = "taken over:"
 _LIBC = ctypes.CDLL(None, use_errno=True)

@@ -24,7 +24,7 @@ from crossdock.workers.sandbox.messages import read_message, write_message
 from crossdock.workers.sandbox.sandbox import Sandbox, SandboxBusy, SandboxInterrupted
 from tests.waiting import eventually
 
-LIMITS = Limits(cpu_seconds=0.3, wall_seconds=10.0, memory_bytes=256 << 20)
+LIMITS = Limits(cpu_seconds=0.3, wall_seconds=100.0, memory_bytes=256 << 20)
 
 
 def new_sandbox(limits: Limits = LIMITS, **settings: Any) -> Sandbox:

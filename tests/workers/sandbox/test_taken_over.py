@@ -13,7 +13,7 @@ import pytest
 from PIL import Image
 
 from crossdock.cluster.api.media.processes import LIMITS
-from crossdock.workers.model.grammar import vetter
+from crossdock.workers.model.grammar.compiler import LIMITS as GRAMMAR_LIMITS
 from crossdock.workers.sandbox.sandbox import Sandbox
 from crossdock.workers.sandbox.system_calls import can_filter
 from tests.cluster.api.media.picture_models import encoded, picture, process_settings
@@ -33,7 +33,7 @@ def new_sandbox(kind: str, folder: Path, wall_seconds: float = 20.0, **environme
     given = process_settings("qwen2_vl", folder) | {"kind": kind, "sampling": {}}
     if kind == "grammar":
         given = {"tokenizer": (folder / "tokenizer.json").read_text(), "eos_token_ids": [0]}
-    limits = replace(vetter.LIMITS if kind == "grammar" else LIMITS[kind], wall_seconds=wall_seconds)
+    limits = replace(GRAMMAR_LIMITS if kind == "grammar" else LIMITS[kind], wall_seconds=wall_seconds)
     named = {"KIND": kind, "FOLDER": str(folder), "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", **environment}
     return Sandbox(MODULE, given, title=kind, limits=limits, start_patience_s=120.0, environment=named)
 

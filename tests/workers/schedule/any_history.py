@@ -8,19 +8,20 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from crossdock.workers.schedule.ahead import assume_ended
-from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, Window
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.encoding import Encoding
-from crossdock.workers.schedule.pictures.items import Item
 from crossdock.workers.schedule.prefixes.awaited import AwaitedPrefix
 from crossdock.workers.schedule.prefixes.loading import PrefixLoad
 from crossdock.workers.schedule.prefixes.tier_pages import PageTier, TierPages
-from crossdock.workers.schedule.request import Request, Status
-from crossdock.workers.schedule.submission import InvalidField, Leg, Overloaded, SamplingParams
+from crossdock.workers.schedule.request.arriving_tail import ArrivingTail
+from crossdock.workers.schedule.request.batch import Batch
+from crossdock.workers.schedule.request.items import Item
+from crossdock.workers.schedule.request.request import Request, Status
+from crossdock.workers.schedule.request.submission import InvalidField, Leg, Overloaded, SamplingParams
 from tests.workers.schedule.model_free_replica import (
     CLASSES,
     COST,
@@ -119,7 +120,9 @@ class AnyHistory(RuleBasedStateMachine):
         seqs=st.integers(1, 8),
         partial=st.sampled_from([(1, 1), (2, 1), (8, 2)]),
         rows=st.sampled_from([15, 24, 60]),
-        encoder_cost=st.sampled_from([None, EncoderCost(base=1e-3, per_row=5e-4), EncoderCost(per_row=0.02)]),
+        encoder_cost=st.sampled_from(
+            [None, EncoderCost(base=1e-3, per_embedding_token=5e-4), EncoderCost(per_embedding_token=0.02)]
+        ),
         config=st.fixed_dictionaries(
             {
                 "long_prefill_token_threshold": st.sampled_from([0, 4, 9]),
@@ -183,7 +186,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.loads: list[PrefixLoad] = []
         self.num_loaded = 0  # pages
         self.num_met = 0  # tails
-        self.landed_from: dict[str, int] = {}  # of tails, by owner: the first page that has landed
+        self.in_hand: dict[str, int] = {}  # by owner: the entry of a load that the tier is filling
         self.sent: dict[str, list[int]] = {}  # tokens whose state is being sent, by owner
         self.arriving: dict[str, Arrival] = {}  # by owner
         self.awaited: list[AwaitedPrefix] = []
@@ -207,7 +210,7 @@ class AnyHistory(RuleBasedStateMachine):
         ignore_eos=st.booleans(),
         slo_class=st.sampled_from(["interactive", "standard", "batch"]),
         priority=st.integers(-1, 1),
-        payer=st.sampled_from(["", "", "a", "b"]),
+        tenant=st.sampled_from(["", "", "a", "b"]),
         leg=st.sampled_from([Leg.LOCAL, Leg.LOCAL, Leg.SEND, Leg.RECEIVE]),
         is_offered=st.booleans(),
         others=st.sampled_from([0, 0, 1, 4]),
@@ -221,7 +224,7 @@ class AnyHistory(RuleBasedStateMachine):
         ignore_eos: bool,
         slo_class: str,
         priority: int,
-        payer: str,
+        tenant: str,
         leg: Leg,
         is_offered: bool,
         others: int,
@@ -234,7 +237,7 @@ class AnyHistory(RuleBasedStateMachine):
             prompt = [*prefix, *tail[:-1], (tail[-1] + number) % 50][:39]
             moves = {"leg": leg, "epoch": int(leg is not Leg.LOCAL)}
             new = Request(f"r{self.count}", prompt, params, salt, slo_class, **moves, arrival_time=self.now)
-            new.items, new.payer = self.items_of(prompt), payer
+            new.items, new.tenant = self.items_of(prompt), tenant
             if self.scheduler.config.prefill_order == "response_ratio":
                 new.priority_in_class = priority
             self.submit(new, is_offered)
@@ -422,38 +425,35 @@ class AnyHistory(RuleBasedStateMachine):
             self.one_step()
 
     def end_a_load(self, pages: int) -> None:
-        """A tier has filled so many pages of a prompt, and has lost the next one."""
+        """A tier fills so many further pages of a prompt. Then it loses the next one, or takes it in hand for later."""
         load = self.loads.pop(0)
-        if load.tail is not None:
-            self.load_from_the_end(load, pages)
-            return
-        num_pages = min(load.prefix.num_landed + pages, len(load.prefix.hashes))
-        for each in load.pages:
-            if each.number < num_pages:
-                self.tier.fill(each.key, each.pages)
-                self.num_loaded += len(each.pages)
-            else:
-                each.tier.lost(each.key)
-        self.scheduler.loading.finish(load, num_pages)
-
-    def load_from_the_end(self, load: PrefixLoad, pages: int) -> None:
-        """So many further pages of a tail land; with fewer than all, the next one is lost, or the load goes on."""
-        assert load.tail is not None
-        landed, number = self.landed_from.get(load.tail.owner, load.tail.num_pages), None
-        by_number = {each.number: each for each in load.pages}
-        for _ in range(min(pages, 3)):
-            if (number := load.tail.take_last()) is None:
+        number = self.in_hand.pop(load.prefix.owner, None)
+        if number is None:
+            number = load.take()
+        for _ in range(pages if load.tail is None else min(pages, 3)):
+            if number is None:
                 break
-            self.tier.fill(by_number[number].key, by_number[number].pages)
-            self.num_loaded, landed = self.num_loaded + 1, number
-        self.landed_from[load.tail.owner] = landed
+            each = load.pages[number]
+            self.tier.fill(each.key, each.pages)
+            self.num_loaded += len(each.pages)
+            load.land()
+            number = load.take()
         if number is not None and pages != 2:
+            self.in_hand[load.prefix.owner] = number
             self.loads.insert(0, load)
             return
-        if number is not None and (lost := load.tail.take_last()) is not None:
-            by_number[lost].tier.lost(by_number[lost].key)
-        self.scheduler.loading.meet(load, landed)
-        self.num_met += 0 < landed < load.tail.num_pages
+        if number is not None:
+            load.pages[number].tier.lost(load.pages[number].key)
+        self.scheduler.loading.end(load)
+        self.num_met += load.tail is not None and 0 < load.landed_from < load.tail.num_pages
+
+    def begun_from(self, tail: ArrivingTail) -> int:
+        """Return the first page of a tail that is being filled, or has landed."""
+        if tail.landed_from is not None:
+            return tail.landed_from
+        (load,) = [each for each in self.loads if each.tail is tail]
+        number = self.in_hand.get(tail.owner)
+        return load.landed_from if number is None else load.pages[number].number
 
     def one_step(self) -> None:
         self.grant()  # as the engine's thread does: an abort before this step may have freed pages
@@ -510,13 +510,12 @@ class AnyHistory(RuleBasedStateMachine):
         for part in batch.scheduled:
             tail, size = part.request.tail, self.pages.page_size
             if tail is not None and part.start < tail.num_pages * size:
-                begun = self.landed_from.get(tail.owner, tail.num_pages)
-                assert part.start + part.num_tokens <= begun * size, "pages are computed and loaded"
+                assert part.start + part.num_tokens <= self.begun_from(tail) * size, "pages are computed and loaded"
         self.embeddings.run(batch)
         if batch and self.scheduler.encoding is not None:
-            num_rows = self.scheduler.encoding.num_rows
-            assert sum(self.embeddings.rows.values()) == num_rows
-            assert num_rows <= self.embeddings.capacity + self.scheduler.config.max_num_seqs * MOST_ROWS
+            num_embedding_tokens = self.scheduler.encoding.num_embedding_tokens
+            assert sum(self.embeddings.rows.values()) == num_embedding_tokens
+            assert num_embedding_tokens <= self.embeddings.capacity + self.scheduler.config.max_num_seqs * MOST_ROWS
         if batch:
             ids = [
                 [*part.request.token_ids[part.start : part.start + part.num_tokens], *part.drafts]
@@ -572,7 +571,7 @@ class AnyHistory(RuleBasedStateMachine):
         owners |= {part.request.owner for flight in self.flights for part in flight.batch.scheduled}
         owners |= set(self.scheduler.table.awaited)
         assert counts.owned == self.pages.num_freed_by(list(owners))
-        most = self.needs.at_once(LONGEST) + (1 + self.mode.most_flights) * self.pages.state_pages  # with checkpoints
+        most = self.needs.at_once(LONGEST) + (1 + self.mode.most_flights) * self.pages.state_pages  # with snapshots
         for owner in owners:
             assert self.pages.num_held_by(owner) <= most, "windows hold what a chunk needs at most"
         for each in self.scheduler.table.waiting:

@@ -5,22 +5,24 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy
-from crossdock.workers.schedule.memory.page_stock import OnEvict
+from crossdock.workers.schedule.memory.block_pool import OnEvict
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, Window
 from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.prefixes.tier_pages import TierPages
-from crossdock.workers.schedule.request import Request, TokenDelta
+from crossdock.workers.schedule.request.batch import Batch, SampledToken, Scheduled
+from crossdock.workers.schedule.request.request import Request, TokenDelta
+from crossdock.workers.schedule.request.slo import SloClass
+from crossdock.workers.schedule.request.submission import Leg, SamplingParams
 from crossdock.workers.schedule.scheduler import Scheduler
-from crossdock.workers.schedule.slo import SloClass
-from crossdock.workers.schedule.submission import Leg, SamplingParams
 
 EOS = 0
 COST = StepCost(base=1e-3, per_prefill_token=1e-3, per_attended=1e-7, per_decode=5e-4, per_context=1e-6)
+LONG_STEPS = COST.model_copy(update={"base": 30e-3})
+"""A cost whose knee of throughput, 300 ms, is beyond the 256 tokens that a step of `new_timed_replica` may hold."""
 CLASSES = (
     SloClass(name="interactive", ttft_s=0.4, tpot_s=0.004, decode_share=0.25),
     SloClass(name="standard", ttft_s=0.5, tpot_s=0.02),

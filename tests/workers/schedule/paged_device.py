@@ -3,9 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from crossdock.workers.schedule.batch import Scheduled
-from crossdock.workers.schedule.memory.prefix_index import PageHash, Window
+from crossdock.workers.schedule.memory.prefix_index import Window
 from crossdock.workers.schedule.prefixes.tier_pages import PageKey, TierPages
+from crossdock.workers.schedule.request.batch import Scheduled
+from crossdock.workers.schedule.request.page_hashes import PageHash
 from tests.workers.schedule.model_free_replica import first_seen
 
 StatePair = tuple[list[int], list[int]]  # pages of a state that a part of a step reads and writes

@@ -26,11 +26,11 @@ class Fault(NamedTuple):
 
 
 PAGES = [
-    Fault("evicted page stays in the index", "memory.page_stock", "PageStock._evict", "self._forget(page)", "pass"),
+    Fault("evicted page stays in the index", "memory.block_pool", "BlockPool._evict", "self._forget(page)", "pass"),
     Fault(
         "shared page counts one owner",
-        "memory.page_stock",
-        "PageStock.share",
+        "memory.block_pool",
+        "BlockPool.share",
         "num_owners[page] += 1",
         "num_owners[page] = 1",
     ),
@@ -63,8 +63,8 @@ PREFIXES = [
     Fault(
         "hit ends without a state",
         "memory.prefix_index",
-        "PrefixIndex._last_checkpoint",
-        "not in self.checkpoints",
+        "PrefixIndex._last_snapshot",
+        "not in self.snapshots",
         "is None",
     ),
 ]
@@ -79,7 +79,7 @@ WINDOWS = [
     Fault("window passes no page", "memory.pages", "PagePool.slide", "if first > held.first:", "if False:"),
 ]
 STATES = [
-    Fault("checkpoint is written again", "memory.owned_states", "OwnedStates.next", "if checkpoint or (", "if ("),
+    Fault("snapshot is written again", "memory.owned_states", "OwnedStates.next", "if snapshot or (", "if ("),
     Fault(
         "state after a wrong token is kept", "memory.owned_states", "OwnedStates.undo", "return False", "return True"
     ),
@@ -212,7 +212,7 @@ AWAITED = [
 TIERS = [
     Fault(
         "page that is loaded may still be computed",
-        "memory.arriving_tail",
+        "request.arriving_tail",
         "ArrivingTail.claim",
         "self.pending.popleft() + 1",
         "self.pending.popleft() + 2",
@@ -220,16 +220,16 @@ TIERS = [
     Fault(
         "request goes on behind a page that has not landed",
         "prefixes.loading",
-        "TierLoading.meet",
-        "tail.landed_from = first",
-        "tail.landed_from = first - 1",
+        "TierLoading._use",
+        "load.tail.landed_from = load.landed_from",
+        "load.tail.landed_from = load.landed_from - 1",
     ),
     Fault(
         "page of a load is counted twice",
         "prefixes.awaited",
         "Awaited._allocate",
         "pages.share(owner, whole)",
-        "pages.share(owner, whole) or pages.stock.share(whole.pages)",
+        "pages.share(owner, whole) or pages.block_pool.share(whole.pages)",
     ),
     Fault(
         "loads of two epochs are mixed up",
@@ -241,15 +241,31 @@ TIERS = [
     Fault(
         "load counts a page that is lost",
         "prefixes.loading",
-        "TierLoading.finish",
-        "load.prefix, num_pages",
+        "TierLoading._use",
+        "load.prefix, load.landed_until",
         "load.prefix, len(load.prefix.hashes)",
         5000,
     ),
     Fault(
+        "page that a tier still fills is used again",
+        "prefixes.loading",
+        "TierLoading.take_back",
+        "only=being_filled",
+        "only=()",
+        5000,
+    ),
+    Fault(
+        "page that a tier still fills is released by the step in flight",
+        "prefixes.loading",
+        "TierLoading._is_wanted",
+        "or request.num_in_flight_tokens > 0",
+        "",
+        5000,
+    ),
+    Fault(
         "page is offered when it is another's",
-        "memory.page_stock",
-        "PageStock.offer",
+        "memory.block_pool",
+        "BlockPool.offer",
         "else (page,)",
         "else (page ^ 1,)",
         5000,

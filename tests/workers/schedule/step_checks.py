@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from msgspec import structs
 
-from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.pictures.whole_items import least_tokens
+from crossdock.workers.schedule.request.batch import Batch, Scheduled
+from crossdock.workers.schedule.request.submission import Leg
 from crossdock.workers.schedule.scheduler import Scheduler
-from crossdock.workers.schedule.submission import Leg
 from tests.workers.schedule.model_free_replica import COST
 from tests.workers.schedule.paged_device import StatePair
 

@@ -1,15 +1,18 @@
 """Promises: predicted first tokens, refusals with the seconds to wait, places reserved for urgent classes."""
 
+from collections.abc import Sequence
 from typing import ClassVar
 
 import pytest
 
 from crossdock.workers.schedule.admission import reserved_slots
 from crossdock.workers.schedule.cost.cost import StepCost
-from crossdock.workers.schedule.pacing.forecast import Forecast, predicted_ttft
-from crossdock.workers.schedule.request import Status
-from crossdock.workers.schedule.slo import DEFAULT_CLASSES
-from crossdock.workers.schedule.submission import Overloaded
+from crossdock.workers.schedule.first_token import first_token_seconds, pace_of, seconds_of_equals
+from crossdock.workers.schedule.forecast import Forecast
+from crossdock.workers.schedule.policies.chunk_policies import NOTHING_LENT
+from crossdock.workers.schedule.request.request import Request, Status
+from crossdock.workers.schedule.request.slo import DEFAULT_CLASSES
+from crossdock.workers.schedule.request.submission import Overloaded
 from tests.workers.schedule.model_free_replica import CLASSES, COST, new_timed_replica
 
 
@@ -67,12 +70,16 @@ def test_unknown_class_is_refused_by_field() -> None:
 
 
 def test_prompt_waits_for_more_urgent_ones_and_shares_with_its_class() -> None:
-    assert predicted_ttft(1.0, (1, 0), [], 1.0) == 1.0
-    assert predicted_ttft(1.0, (1, 0), [((0, 0), 5.0)], 1.0) == 6.0
-    assert predicted_ttft(1.0, (1, 0), [((1, 0), 5.0), ((1, 0), 0.2)], 1.0) == pytest.approx(2.2)
-    assert predicted_ttft(1.0, (1, 0), [((2, 0), 5.0)], 1.0) == 1.0
-    assert predicted_ttft(1.0, (1, 0), [], 0.5) == 2.0
-    assert predicted_ttft(1.0, (1, 0), [], 0.0) < 100, "streams never stop prompts for good"
+    def predicted(own: float, urgent: float = 0.0, equals: Sequence[float] = (), share: float = 1.0) -> float:
+        ahead = urgent + seconds_of_equals([1.0] * len(equals), equals, own, COST)
+        pace = pace_of(share, NOTHING_LENT, ahead + own, max)
+        return float(first_token_seconds(ahead, own, pace, 0.0, 0.0, 0.0, max))
+
+    assert predicted(1.0) == 1.0
+    assert predicted(1.0, urgent=5.0) == 6.0
+    assert predicted(1.0, equals=[5.0, 0.2]) == pytest.approx(2.2)
+    assert predicted(1.0, share=0.5) == 2.0
+    assert predicted(1.0, share=0.0) < 100, "streams never stop prompts for good"
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "fixed"])
@@ -116,6 +123,27 @@ def test_thousand_choices_that_arrive_between_two_steps_are_each_predicted_a_few
     for number in range(1000):
         replica.add(f"choice {number}", 20)
     assert CountedCost.num_predictions <= 3 * 1000
+
+
+def test_thousand_prompts_that_arrive_between_two_steps_look_at_each_other_a_few_times(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A replica that compares each prompt with all that wait takes 10 s for 2,048 vectors, and seems to be lost."""
+    num_looks = 0
+    turn = Forecast._turn
+
+    def counted(forecast: Forecast, request: Request) -> tuple[int, int]:
+        nonlocal num_looks
+        num_looks += 1
+        return turn(forecast, request)
+
+    monkeypatch.setattr(Forecast, "_turn", counted)
+    replica = new_timed_replica()
+    replica.add("running", 300)
+    replica.step()
+    for number in range(1000):
+        replica.add(f"prompt {number}", 20)
+    assert num_looks <= 3 * 1000
 
 
 def test_prediction_after_any_change_of_the_queue_is_that_of_a_first_look() -> None:

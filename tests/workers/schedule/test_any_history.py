@@ -7,8 +7,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
-from crossdock.workers.schedule.request import Request
-from crossdock.workers.schedule.submission import SamplingParams
+from crossdock.workers.schedule.request.request import Request
+from crossdock.workers.schedule.request.submission import SamplingParams
 from tests.workers.schedule.any_history import RETURNING, AnyHistory, modes
 
 HISTORIES = settings(max_examples=200, stateful_step_count=40, deadline=None)

@@ -1,11 +1,11 @@
 """Requests on two replicas: pages sent, received, granted, taken over."""
 
-from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.request.request import Request
+from crossdock.workers.schedule.request.submission import Leg, SamplingParams
 from crossdock.workers.schedule.scheduler import Scheduler
-from crossdock.workers.schedule.submission import Leg, SamplingParams
 from tests.workers.schedule.model_free_replica import (
     CLASSES,
-    COST,
+    LONG_STEPS,
     ModelFreeReplica,
     chunk_sizes,
     new_request,
@@ -52,7 +52,7 @@ def test_prompt_taken_over_is_computed_from_what_has_arrived() -> None:
     assert scheduler.pages.counts().quarantined == 0
 
 
-def test_prompt_of_a_recurrent_model_is_taken_over_from_its_last_checkpoint() -> None:
+def test_prompt_of_a_recurrent_model_is_taken_over_from_its_last_snapshot() -> None:
     """The state comes with the last chunk: all tokens after the last state that is here are computed again."""
     scheduler = new_scheduler(state_pages=2)
     replica = ModelFreeReplica(scheduler)
@@ -95,6 +95,30 @@ def test_grants_follow_the_priorities_of_clients() -> None:
     assert granted(scheduler) == ["a"]
 
 
+def test_offered_prompt_that_lacks_pages_keeps_back_the_prompts_of_its_turn() -> None:
+    """Its client soon reads the first token, and waits for the second one as long as there are no pages here."""
+    scheduler = new_scheduler(num_pages=26)
+    scheduler.add(new_request("running", [1] * 60))
+    ModelFreeReplica(scheduler).step()
+    scheduler.add(new_request("before", [2] * 12))
+    scheduler.add(pair_request("a", 60, Leg.RECEIVE))
+    scheduler.add(new_request("after", [3] * 12))
+    assert granted(scheduler) == []
+    assert scheduler.table.kept_back == {"before", "after"}
+    replica = ModelFreeReplica(scheduler)
+    while not granted(scheduler):
+        assert [part.request.id for part in replica.step().batch.scheduled] == ["running"]
+
+
+def test_pages_are_granted_first_where_the_second_token_is_due_first() -> None:
+    """The other replica takes longer for a long prompt, so that a short one which comes later needs its pages first."""
+    scheduler = new_timed_replica(num_pages=31, max_model_len=120).scheduler
+    for name, num_tokens in (("long", 100), ("short", 20)):
+        scheduler.add(pair_request(name, num_tokens, Leg.RECEIVE))
+        scheduler.handoff.offer(name)
+    assert granted(scheduler) == ["short"]
+
+
 def test_grants_leave_a_page_for_each_next_token() -> None:
     """Prompts that fill their pages need one more page on arrival, and none may be preempted for that."""
     scheduler = new_scheduler(num_pages=7, max_model_len=20)
@@ -129,16 +153,17 @@ def test_request_with_output_of_a_lost_replica_continues_it() -> None:
 
 def test_step_ends_when_a_stream_from_another_replica_may_arrive() -> None:
     """Another replica computes the prompt of the stream; meanwhile this one computes a prompt of its own."""
-    replica = new_timed_replica()
+    replica = new_timed_replica(LONG_STEPS)
     scheduler = replica.scheduler
-    replica.add("long", 3000, "batch")
+    for name in ("long", "second", "third"):
+        replica.add(name, 3000)
     idle = replica.step().seconds
     arriving = pair_request("a", 60, Leg.RECEIVE)
     scheduler.add(arriving)
     for committed in (0, 32, 56):
         if committed:
             scheduler.handoff.commit("a", committed)
-        left = COST.prefill_seconds(committed, 60, 256) + CLASSES[1].tpot_s
+        left = LONG_STEPS.prefill_seconds(committed, 60, 256) + CLASSES[1].tpot_s
         scheduler.handoff.grant(replica.now)
         step = replica.step()
         assert arriving.num_computed_tokens == committed

@@ -1,7 +1,7 @@
 """When pages run short: the least urgent requests lose theirs, and their output stays the same."""
 
-from crossdock.workers.schedule.batch import Batch, SampledToken
-from crossdock.workers.schedule.request import Status
+from crossdock.workers.schedule.request.batch import Batch, SampledToken
+from crossdock.workers.schedule.request.request import Status
 from tests.workers.schedule.model_free_replica import (
     CLASSES,
     ModelFreeReplica,
@@ -17,7 +17,7 @@ def test_least_urgent_class_loses_its_pages_first() -> None:
     requests = {}
     for name in ("batch", "standard", "interactive"):
         requests[name] = replica.add(name, 40, name, max_tokens=100)
-        for _ in range(3):
+        for _ in range(8):
             replica.step()
     assert all(request.status is Status.RUNNING for request in requests.values())
     late = replica.add("interactive 2", 120, "interactive", max_tokens=4)  # needs 30 of the 64 pages at once

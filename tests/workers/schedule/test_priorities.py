@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from crossdock.workers.schedule.submission import InvalidField
-from tests.workers.schedule.model_free_replica import CLASSES, COST, ModelFreeReplica, new_timed_replica
+from crossdock.workers.schedule.request.submission import InvalidField
+from tests.workers.schedule.model_free_replica import CLASSES, COST, LONG_STEPS, ModelFreeReplica, new_timed_replica
 
 SLOW_ATTENTION = COST.model_copy(update={"per_attended": 1e-6})
 
@@ -49,14 +49,14 @@ def test_more_urgent_prompt_of_a_class_is_not_counted_behind_partly_computed_one
 
 
 def test_predicted_first_token_counts_no_less_urgent_prompt_of_the_class() -> None:
-    replica = new_timed_replica(admission="queue")
+    replica = new_timed_replica(LONG_STEPS, admission="queue", idle_step_share=1.0)
     for number in range(5):
         replica.add(f"later {number}", 400, priority_in_class=1)
     first = replica.add("first", 400)
     last = replica.add("last", 400, priority_in_class=2)
     assert first.predicted_ttft is not None
     assert last.predicted_ttft is not None
-    alone = COST.prefill_seconds(0, 400, replica.scheduler.config.max_num_batched_tokens)
+    alone = LONG_STEPS.prefill_seconds(0, 400, replica.scheduler.config.max_num_batched_tokens)
     assert first.predicted_ttft == pytest.approx(alone)
     assert last.predicted_ttft == pytest.approx(7 * alone)
 
@@ -73,7 +73,7 @@ def test_short_prompt_does_not_wait_for_a_long_one() -> None:
     """Half of each step is the lane of short prompts; first come, first served computes the long one first."""
 
     def steps(**config: Any) -> int:
-        replica = new_timed_replica(**config)
+        replica = new_timed_replica(LONG_STEPS, idle_step_share=1.0, **config)
         replica.add("long", 3000)
         replica.step()
         replica.add("short", 100)

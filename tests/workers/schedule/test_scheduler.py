@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 
+from crossdock.workers.report.presets import preset
 from crossdock.workers.schedule import kv
-from crossdock.workers.schedule.request import FinishReason, Request
-from crossdock.workers.schedule.submission import Leg, SamplingParams
+from crossdock.workers.schedule.request.request import FinishReason, Request
+from crossdock.workers.schedule.request.submission import Leg, SamplingParams
 from crossdock.workers.schedule.table import RequestTable
 from tests.workers.schedule.model_free_replica import (
     CLASSES,
     EOS,
+    LONG_STEPS,
     ModelFreeReplica,
     chunk_sizes,
     new_request,
@@ -119,7 +121,7 @@ def test_patient_streams_do_not_make_steps_long() -> None:
 @pytest.mark.parametrize("share", [0.25, 0.5])
 def test_idle_step_takes_its_share_of_the_tightest_promise_in_use(share: float) -> None:
     """Interactive promises 0.4 s. A minute after its last request, only standard is in use, which promises 0.5 s."""
-    replica = new_timed_replica(idle_step_share=share)
+    replica = new_timed_replica(LONG_STEPS, idle_step_share=share)
     replica.add("urgent", 20, "interactive")
     replica.run()
     replica.add("long", 3000)
@@ -130,6 +132,20 @@ def test_idle_step_takes_its_share_of_the_tightest_promise_in_use(share: float) 
     replica.add("later", 3000)
     longest = replica.step().seconds
     assert longest <= share * 0.5 < longest + 4e-3 + 1e-3
+
+
+def test_idle_step_ends_at_the_knee_of_throughput() -> None:
+    """A request that arrives during a step of an H100 waits 75 ms at most, where the share of the tightest promise
+    would allow 250 ms. A queue of long prompts is computed in longer steps, whose fixed parts are fewer."""
+    profile = preset("h100-8b")
+    sizes = {"max_num_batched_tokens": 8192, "max_model_len": 40_000, "num_pages": 20_000}
+    replica = new_timed_replica(profile.cost, slo_classes=profile.slo_classes, **sizes)
+    replica.add("long", 32_000)
+    assert all(0.06 < replica.step().seconds <= 0.08 for _ in range(6))
+    for number in range(8):
+        replica.add(f"long{number}", 32_000)
+    queued = [replica.step().seconds for _ in range(6)]
+    assert 0.1 < min(queued) <= max(queued) <= 0.5
 
 
 def test_streams_beside_a_long_prompt_keep_their_pace() -> None:

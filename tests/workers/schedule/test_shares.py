@@ -88,11 +88,11 @@ class AnyTurns(RuleBasedStateMachine):
         self.runner.run(end())
         self.runner.close()
 
-    @rule(tenant=st.sampled_from(OWNERS), host=st.sampled_from(("x", "y", "z")))
-    def come(self, tenant: str, host: str) -> None:
+    @rule(owner=st.sampled_from(OWNERS), host=st.sampled_from(("x", "y", "z")))
+    def come(self, owner: str, host: str) -> None:
         async def start() -> None:
-            task = asyncio.create_task(self.turns.acquire(tenant, host))
-            self.tasks.append((tenant, host, task))
+            task = asyncio.create_task(self.turns.acquire(owner, host))
+            self.tasks.append((owner, host, task))
 
         self.runner.run(start())
         self.settle()
@@ -101,10 +101,10 @@ class AnyTurns(RuleBasedStateMachine):
     @rule(data=st.data(), leaves=st.booleans())
     def end(self, data: st.DataObject, leaves: bool) -> None:
         """End one that has a slot; with `leaves`, another that waits leaves in the same moment."""
-        tenant, host = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
+        owner, host = self.running.pop(data.draw(st.integers(0, len(self.running) - 1)))
 
         async def release() -> None:
-            self.turns.release(tenant, host)
+            self.turns.release(owner, host)
             if leaves and self.tasks:
                 self.tasks[data.draw(st.integers(0, len(self.tasks) - 1))][2].cancel()
 
@@ -126,38 +126,38 @@ class AnyTurns(RuleBasedStateMachine):
                 await asyncio.sleep(0)
 
         self.runner.run(let_run())
-        for tenant, host, task in self.tasks:
+        for owner, host, task in self.tasks:
             if task.done() and not task.cancelled():
-                self.running.append((tenant, host))
+                self.running.append((owner, host))
         self.tasks = [each for each in self.tasks if not each[2].done()]
 
     @invariant()
     def slots_are_counted(self) -> None:
         assert len(self.running) <= NUM_SLOTS
-        assert self.turns._tenants.num_used == self.turns._of_host.total() == len(self.running)
+        assert self.turns._owners.num_used == self.turns._of_host.total() == len(self.running)
 
     @invariant()
     def none_waits_that_may_have_a_slot(self) -> None:
         free = NUM_SLOTS - len(self.running)
-        tenants = Counter(tenant for tenant, _ in self.running)
+        tenants = Counter(owner for owner, _ in self.running)
         hosts = Counter(self.running)
-        for tenant, host, _ in self.tasks:
-            room = free if not tenant or not tenants[tenant] else max(0, free - tenants[tenant]) // 2
-            assert not room or 0 < hosts[tenant, host] > room - 2
+        for owner, host, _ in self.tasks:
+            room = free if not owner or not tenants[owner] else max(0, free - tenants[owner]) // 2
+            assert not room or 0 < hosts[owner, host] > room - 2
 
 
 TestAnyTurns = AnyTurns.TestCase
 TestAnyTurns.settings = settings(max_examples=25, stateful_step_count=40)
 
 
-@pytest.mark.parametrize(("tenant", "most"), [("a", 8), ("", 16)])
-async def test_slow_host_leaves_fetches_of_others_and_of_other_tenants(tenant: str, most: int) -> None:
+@pytest.mark.parametrize(("owner", "most"), [("a", 8), ("", 16)])
+async def test_slow_host_leaves_fetches_of_others_and_of_other_owners(owner: str, most: int) -> None:
     turns = Turns(32, leaves_some=True)
-    slow = [asyncio.create_task(turns.acquire(tenant, "slow.example")) for _ in range(100)]
+    slow = [asyncio.create_task(turns.acquire(owner, "slow.example")) for _ in range(100)]
     await asyncio.sleep(0)
     async with asyncio.timeout(10):
-        await turns.acquire(tenant, "fast.example")
-        turns.release(tenant, "fast.example")
+        await turns.acquire(owner, "fast.example")
+        turns.release(owner, "fast.example")
         await turns.acquire("b", "slow.example")
     assert sum(task.done() for task in slow) == most
     for task in slow:
@@ -165,7 +165,7 @@ async def test_slow_host_leaves_fetches_of_others_and_of_other_tenants(tenant: s
     await asyncio.wait(slow)
 
 
-async def test_slots_that_leave_none_may_all_be_of_one_tenant() -> None:
+async def test_slots_that_leave_none_may_all_be_of_one_owner() -> None:
     turns = Turns(2)
     await turns.acquire("a")
     await turns.acquire("a")

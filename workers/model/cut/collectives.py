@@ -1,4 +1,4 @@
-"""The communication between the ranks of a gang: sums and gathers within a stage, hidden states between stages."""
+"""Communication between the ranks of a worker group: sums and gathers within a stage, hidden states between stages."""
 
 import socket
 from collections import deque
@@ -24,20 +24,21 @@ class Collectives:
     """
 
     def __init__(self, position: RankPosition, deadline_s: float, backend: str = "gloo") -> None:
-        """Connect this rank. Collective: every rank of the gang must call it.
+        """Connect this rank. Collective: every rank of the worker group must call it.
 
-        Needs an initialised torch.distributed world, by gloo, of this gang alone.
+        Needs an initialised torch.distributed world, by gloo, of this worker group alone.
         """
         self.position = position
         timeout = timedelta(seconds=deadline_s)
-        size, width = position.size, position.tensor_size
+        size = position.size
+        width = position.tensor_size
         stages = [range(size)[stage * width :][:width] for stage in range(position.num_stages)]
         groups = [dist.new_group(list(ranks), timeout, backend) for ranks in stages]
         self._stage = groups[position.stage]
-        self._gang = dist.new_group(timeout=timeout, backend=backend)
+        self._worker_group = dist.new_group(timeout=timeout, backend=backend)
         self._small_sums: SymmetricSums | None = None
         self._sending: tuple[Any, Tensor] | None = None
-        self._host_group = self._gang if backend != "nccl" else None  # None: the world, which is of gloo
+        self._host_group = self._worker_group if backend != "nccl" else None  # None: the world, which is of gloo
         self._sending_rows: deque[list[tuple[Any, Tensor]]] = deque()  # of the newest steps with pictures
         self._is_alone = False
         self._checks_logits = False
@@ -45,7 +46,7 @@ class Collectives:
     def use_symmetric_memory(self, device: torch.device) -> None:
         """Sum small tensors through memory that all GPUs of a stage read, where they can.
 
-        Collective: every rank of the gang must call it, at the start.
+        Collective: every rank of the worker group must call it, at the start.
         """
         if self.position.tensor_size > 1:
             is_on_one_host = self.ranks_on_this_host() == self.position.size
@@ -95,7 +96,9 @@ class Collectives:
         """Return on the driver, which alone samples, what `gather` returns, and zeros without memory on other ranks."""
         if self._checks_logits:
             return self.gather(x, sizes)
-        padded, driver, is_driver = _padded(x, max(sizes)), self.position.driver, self.position.is_driver
+        padded = _padded(x, max(sizes))
+        driver = self.position.driver
+        is_driver = self.position.is_driver
         parts = [torch.empty_like(padded) for _ in sizes] if is_driver else None
         if not self._is_alone:
             dist.gather(padded, parts, driver, group=self._stage)
@@ -140,12 +143,12 @@ class Collectives:
         self._finish_sending()
         hidden = hidden.contiguous()
         destination = self.position.rank + self.position.tensor_size
-        self._sending = dist.isend(hidden, destination, group=self._gang), hidden
+        self._sending = dist.isend(hidden, destination, group=self._worker_group), hidden
 
     def receive(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
         """Return the hidden states that the same tensor rank of the previous stage has sent."""
         hidden = torch.empty(*shape, dtype=dtype, device=device)
-        dist.recv(hidden, self.position.rank - self.position.tensor_size, group=self._gang)
+        dist.recv(hidden, self.position.rank - self.position.tensor_size, group=self._worker_group)
         return hidden
 
     def wait_for_all(self) -> None:

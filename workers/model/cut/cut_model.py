@@ -26,7 +26,8 @@ def cut_model(model: Any, position: RankPosition, collectives: Collectives | Non
         TensorPlan(model, config, part, collectives).apply()
     if position.num_stages > 1:
         part.stage = PipelineStage(model, config, position, collectives)
-        part.first_layer, part.num_layers = part.stage.first_layer, part.stage.num_layers
+        part.first_layer = part.stage.first_layer
+        part.num_layers = part.stage.num_layers
         part.first_place = part.stage.first_place
     if not position.is_driver and not why_text_alone(model.config):
         _drop_encoder(model)

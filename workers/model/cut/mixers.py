@@ -73,7 +73,8 @@ def _mamba2(mixer: Any) -> MixerDivision:
     """Divide by groups of heads, which share B and C. The heads of a single group are divided themselves: every rank
     computes its B and C, and the norm is over the features of all ranks."""
     has_groups = mixer.n_groups > 1
-    inner, heads = PackedPiece(mixer.intermediate_size), PackedPiece(mixer.num_heads)
+    inner = PackedPiece(mixer.intermediate_size)
+    heads = PackedPiece(mixer.num_heads)
     shared = PackedPiece(mixer.n_groups * mixer.ssm_state_size, has_groups)
     tensors: dict[str, Pieces] = {
         "in_proj": (inner, inner, shared, shared, heads),

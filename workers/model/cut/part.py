@@ -41,7 +41,8 @@ class TensorSlice:
             ranges = tuple(each for each in ranges if each.whole == shape[dim])[:1]
         if not ranges:
             return source[...]  # type: ignore[no-any-return]  # transformers reports the shape
-        before, first = (slice(None),) * dim, 0
+        before = (slice(None),) * dim
+        first = 0
         parts = []
         for start, stop, whole in ranges:
             parts.append(source[(*before, slice(first + start, first + stop))])

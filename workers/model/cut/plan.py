@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from crossdock.workers.model.architecture import recurrent_layers
 from crossdock.workers.model.cut.collectives import Collectives
-from crossdock.workers.model.cut.heads import HeadRanges, even_range
 from crossdock.workers.model.cut.mixers import MixerDivision, PackedPiece, division_of
 from crossdock.workers.model.cut.own_plans import OF_LATENTS, own_plan
 from crossdock.workers.model.cut.part import ModelPart, SliceRange, TensorSlice
-from crossdock.workers.model.cut.position import CannotCut
+from crossdock.workers.model.cut.position import CannotCut, HeadRanges, even_range
 
 
 @dataclass(slots=True)
@@ -54,7 +53,8 @@ class TensorPlan:
         for name, parameter in list(self.model.named_parameters()):
             style = plan.get(_pattern(name))
             if style in _OF_PARAMETERS:
-                dim, packed = parameter.dim() + _OF_PARAMETERS[style][0], _OF_PARAMETERS[style][1]
+                dim = parameter.dim() + _OF_PARAMETERS[style][0]
+                packed = _OF_PARAMETERS[style][1]
                 self._shrink(name, dim, *[self._range(parameter.shape[dim] // packed)] * packed)
             elif style is not None:
                 raise CannotCut(f"{self.config.model_type}: its tensor-parallel plan divides {name} by {style!r}")
@@ -79,7 +79,8 @@ class TensorPlan:
 
     def _divide_mixers(self, modules: Mapping[str, Any]) -> list[str]:
         """Divide the mixers of recurrent layers that can be divided, and return their names."""
-        divided, num_ranks = [], self.part.position.tensor_size
+        divided = []
+        num_ranks = self.part.position.tensor_size
         recurrent = recurrent_layers(self.config)
         for name, mixer in modules.items():
             if getattr(mixer, "layer_idx", None) not in recurrent or (division := division_of(mixer)) is None:
@@ -140,10 +141,12 @@ class TensorPlan:
 
     def colwise_gather_output(self, name: str, module: Any, _: HeadRanges | None) -> None:
         """Divide the outputs of a linear layer, and gather them: logits on the driver, others on every rank."""
-        size, num_ranks = module.out_features, self.part.position.tensor_size
+        size = module.out_features
+        num_ranks = self.part.position.tensor_size
         self.colwise(name, module, None)
         sizes = [stop - start for start, stop in (even_range(size, num_ranks, rank) for rank in range(num_ranks))]
-        collectives, is_head = self.collectives, module is self.model.get_output_embeddings()
+        collectives = self.collectives
+        is_head = module is self.model.get_output_embeddings()
 
         def gather(_module: Any, _args: Any, out: Tensor) -> Tensor:
             links = _connected(collectives)
@@ -175,7 +178,8 @@ class TensorPlan:
         self._shrink(f"{name}.weight", 0, self._range(module.num_embeddings))
         if module.padding_idx is not None:  # some models zero its row again after loading
             module.padding_idx = module.padding_idx - start if start <= module.padding_idx < stop else None
-        collectives, look_up = self.collectives, module.forward
+        collectives = self.collectives
+        look_up = module.forward
 
         def forward(token_ids: Tensor) -> Tensor:
             is_here = (token_ids >= start) & (token_ids < stop)
@@ -212,7 +216,8 @@ class TensorPlan:
         heads = HeadRanges.of_rank(num_heads, num_kv_heads, self.part.position)
         if attention.layer_idx not in self.part.heads:
             self.part.heads[attention.layer_idx] = (*heads.kv, num_kv_heads)
-            num_local, num_local_kv = heads.query[1] - heads.query[0], heads.kv[1] - heads.kv[0]
+            num_local = heads.query[1] - heads.query[0]
+            num_local_kv = heads.kv[1] - heads.kv[0]
             attention.num_key_value_groups = num_local // num_local_kv
             if isinstance(getattr(attention, "sinks", None), nn.Parameter):
                 self._shrink(f"{name}.sinks", 0, SliceRange(*heads.query, num_heads))

@@ -113,7 +113,8 @@ def _check(sums: SymmetricSums, group: dist.ProcessGroup, device: torch.device, 
 
     RuntimeError: a sum is wrong.
     """
-    size, rank = group.size(), group.rank()
+    size = group.size()
+    rank = group.rank()
     for dtype in _DTYPES:
         for scale in (1, 3):
             numbers = torch.arange(num_bytes // dtype.itemsize, device=device) % 61  # small: bfloat16 holds them

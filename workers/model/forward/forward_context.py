@@ -103,14 +103,18 @@ def _attend(
     """Store a layer's keys and values to pages, and attend over the pages. Returns [1, T, H, Dv]."""
     assert attention_mask is None, "our implementation is not in the mask interface: no mask is ever made for it"
     context = current_context()
-    q, k, v = query[0].transpose(0, 1), key[0].transpose(0, 1), value[0].transpose(0, 1)  # [T, heads, head_dim]
+    # [T, heads, head_dim].
+    q = query[0].transpose(0, 1)
+    k = key[0].transpose(0, 1)
+    v = value[0].transpose(0, 1)
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]
     scales: dict[str, Tensor] = {}
     window: Window = sliding_window
     visible: dict[str, int | None] = {"window": sliding_window}
     if (attention_chunk := context.attention_chunks.get(layer)) is not None:
-        window, visible = AttentionChunk(attention_chunk), {"attention_chunk": attention_chunk}
+        window = AttentionChunk(attention_chunk)
+        visible = {"attention_chunk": attention_chunk}
     if context.batch is None:
         shape = LayerShape(k.shape[1], k.shape[2], v.shape[2])
         largest = k.abs().amax((0, 2)), (v if v.shape[2] else k).abs().amax((0, 2))  # values may lie within the keys
@@ -137,7 +141,8 @@ AttentionInterface.register(ATTENTION_NAME, _attend)
 
 def batch_of_one_page_each(lengths: Sequence[int], device: torch.device, page_multiple: int = 1) -> AttentionBatch:
     """Return a batch of whole sequences from position 0, each in one page that is as long as the longest sequence."""
-    longest, page_size = max(lengths), page_size_for(lengths, page_multiple)
+    longest = max(lengths)
+    page_size = page_size_for(lengths, page_multiple)
     slots = torch.cat([torch.arange(n) + i * page_size for i, n in enumerate(lengths)]).to(device)
     lens = torch.tensor(lengths, dtype=torch.int32, device=device)
     starts = nn.functional.pad(lens.cumsum(0, dtype=torch.int32), (1, 0))

@@ -46,7 +46,8 @@ class StateLayout:
     @cached_property
     def by_layer(self) -> dict[int, tuple[int, tuple[StateShape, ...]]]:
         """Return the byte at which each layer begins, and its tensors."""
-        found, begin = {}, 0
+        found = {}
+        begin = 0
         for layer, group in groupby(self.shapes, key=lambda shape: shape.layer):
             shapes = tuple(group)
             found[layer] = begin, shapes
@@ -156,12 +157,15 @@ class StepStates:
     def _pieces(self, begin: int, length: int) -> list[tuple[int, slice, slice]]:
         """Return the pages that hold bytes `[begin, begin + length)` of a row: the number of each, the words within
         it, and the words of these bytes."""
-        width, page = self._words.dtype.itemsize, self._words.shape[1]
-        start, stop = begin // width, (begin + length) // width
+        width = self._words.dtype.itemsize
+        page = self._words.shape[1]
+        start = begin // width
+        stop = (begin + length) // width
         pieces = []
         for number in range(start // page, -(-stop // page)):
             before = number * page
-            first, last = max(start, before), min(stop, before + page)
+            first = max(start, before)
+            last = min(stop, before + page)
             pieces.append((number, slice(first - before, last - before), slice(first - start, last - start)))
         return pieces
 
@@ -171,7 +175,8 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 def _views(rows: Tensor, shapes: Sequence[StateShape]) -> LayerStates:
     """Return the tensors of a layer's states in their rows of bytes [B, length]."""
-    states, begin = LayerStates(), 0
+    states = LayerStates()
+    begin = 0
     for shape in shapes:
         used = prod(shape.shape) * shape.dtype.itemsize
         tensor = rows[:, begin : begin + used].view(shape.dtype).view(-1, *shape.shape)

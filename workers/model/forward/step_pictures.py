@@ -8,7 +8,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from crossdock.workers.model.device_copies import to_device
-from crossdock.workers.schedule.pictures.encoding import EncoderWork, ItemFailure
+from crossdock.workers.schedule.pictures.encoding import ItemFailure
+from crossdock.workers.schedule.request.batch import EncoderWork
 
 
 @dataclass(slots=True)

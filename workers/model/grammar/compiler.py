@@ -19,12 +19,12 @@ from typing import Any
 from llguidance import LLMatcher, LLTokenizer
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
-from crossdock.workers.model.grammar.matcher import new_matcher
+from crossdock.workers.model.grammar.matcher import invalid, new_matcher
 from crossdock.workers.model.grammar.state import GrammarState, MaskBudget
-from crossdock.workers.model.grammar.vetter import new_vetter, vet
+from crossdock.workers.sandbox.limited_child import Limits
 from crossdock.workers.sandbox.sandbox import Sandbox, SandboxBusy
+from crossdock.workers.schedule.request.submission import Grammar, InvalidField, Overloaded
 from crossdock.workers.schedule.shares import Shares
-from crossdock.workers.schedule.submission import Grammar, InvalidField, Overloaded
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +33,14 @@ _MOST_CACHED_BYTES = 256 << 20
 _MOST_WAITING = 16  # different grammars; most compile within 50 ms
 _PATIENCE_S = 6.0  # of a request for its grammar; a router waits 10 s for a replica's answer
 _RETRY_S = 2.0
+LIMITS = Limits(
+    cpu_seconds=1.0,  # of one compile and a few steps; the largest useful grammars take 0.3 s
+    wall_seconds=4.0,
+    memory_bytes=512 << 20,
+    stack_bytes=1 << 20,  # an eighth of a thread's stack, so that the replica's own threads never overflow theirs
+)
+_MODULE = "crossdock.workers.model.grammar.vetting"
+_START_PATIENCE_S = 30.0  # a start takes half a second on an idle machine
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -42,14 +50,15 @@ class Compiled:
     matcher: LLMatcher | None
     refusal: str = ""
     num_bytes: int = 0
-    budgets: dict[str, MaskBudget] = field(default_factory=dict)  # by tenant: slow masks of one fail no other's
+    budgets: dict[str, MaskBudget] = field(default_factory=dict)  # by owner: slow masks of one fail no other's
 
 
 class GrammarCache:
     """The grammars used last, by a digest of their text, bounded by number and bytes. Any thread may call."""
 
     def __init__(self, most: int = _MOST_CACHED, most_bytes: int = _MOST_CACHED_BYTES) -> None:
-        self._most, self._most_bytes = most, most_bytes
+        self._most = most
+        self._most_bytes = most_bytes
         self._entries: OrderedDict[bytes, Compiled] = OrderedDict()
         self._lock = threading.Lock()
         self.num_bytes = 0
@@ -77,7 +86,7 @@ class GrammarCache:
 class GrammarCompiler:
     """Compiles grammars for one tokenizer, outside the caller's thread. Any thread may call.
 
-    Everything runs in one thread: a grammar that takes long delays other new grammars, never a step. Tenants have
+    Everything runs in one thread: a grammar that takes long delays other new grammars, never a step. Owners have
     shares of the places, and take turns: the grammars of one delay those of another by one.
     """
 
@@ -99,7 +108,7 @@ class GrammarCompiler:
         self._vetter: Sandbox | None = None
         self._cache = GrammarCache()
         self._waiting: dict[bytes, Future[Compiled]] = {}
-        self._turns: OrderedDict[str, deque[tuple[bytes, Grammar, Future[Compiled]]]] = OrderedDict()  # by tenant
+        self._turns: OrderedDict[str, deque[tuple[bytes, Grammar, Future[Compiled]]]] = OrderedDict()  # by owner
         self._places = Shares(_MOST_WAITING)
         self._lock = threading.Lock()
         self._thread = ThreadPoolExecutor(1, "grammar")
@@ -119,19 +128,19 @@ class GrammarCompiler:
         return self._state(self._request(grammar).result(), token_ids, "")
 
     async def compiled(
-        self, grammar: Grammar, token_ids: Sequence[int] = (), may_refuse: bool = True, tenant: str = ""
+        self, grammar: Grammar, token_ids: Sequence[int] = (), may_refuse: bool = True, owner: str = ""
     ) -> GrammarState:
         """Compile on an event loop, as `compile` does, while the loop goes on. A request that may not be refused waits
-        behind any number of others, at most as long as a router waits for the answer. `tenant`: whose turn it takes."""
-        request = self._request(grammar, may_refuse, tenant)
+        behind any number of others, at most as long as a router waits for the answer. `owner`: whose turn it takes."""
+        request = self._request(grammar, may_refuse, owner)
         try:
             async with asyncio.timeout(self._patience_s):
                 found = await asyncio.shield(asyncio.wrap_future(request))  # others may wait for the same grammar
         except TimeoutError:
             raise _overloaded() from None
         if len(token_ids) < 100:  # a microsecond or ten for each
-            return self._state(found, token_ids, tenant)
-        return await asyncio.to_thread(self._state, found, token_ids, tenant)
+            return self._state(found, token_ids, owner)
+        return await asyncio.to_thread(self._state, found, token_ids, owner)
 
     @property
     def num_cached(self) -> int:
@@ -144,7 +153,7 @@ class GrammarCompiler:
         if self._vetter is not None:
             self._vetter.close()
 
-    def _request(self, grammar: Grammar, may_refuse: bool = True, tenant: str = "") -> "Future[Compiled]":
+    def _request(self, grammar: Grammar, may_refuse: bool = True, owner: str = "") -> "Future[Compiled]":
         key = hashlib.sha256(f"{grammar.kind}\0{grammar.source}".encode("utf-8", "surrogatepass")).digest()
         with self._lock:
             if (found := self._cache.get(key)) is not None:
@@ -153,19 +162,19 @@ class GrammarCompiler:
                 return done
             if (waiting := self._waiting.get(key)) is not None:
                 return waiting
-            if may_refuse and not self._places.room(tenant):
+            if may_refuse and not self._places.room(owner):
                 raise _overloaded()
             request: Future[Compiled] = Future()
             self._waiting[key] = request
-            self._turns.setdefault(tenant, deque()).append((key, grammar, request))
-            self._places.take(tenant, 1)
+            self._turns.setdefault(owner, deque()).append((key, grammar, request))
+            self._places.take(owner, 1)
             self._thread.submit(self._compile_next)
             return request
 
-    def _state(self, compiled: Compiled, token_ids: Sequence[int], tenant: str) -> GrammarState:
+    def _state(self, compiled: Compiled, token_ids: Sequence[int], owner: str) -> GrammarState:
         if compiled.matcher is None:
             raise InvalidField(compiled.refusal, "grammar")
-        budget = compiled.budgets.setdefault(tenant, MaskBudget())
+        budget = compiled.budgets.setdefault(owner, MaskBudget())
         state = GrammarState(compiled.matcher.deep_copy(), self._vocab_size, budget)
         for token_id in token_ids:
             state.accept(token_id)
@@ -174,13 +183,13 @@ class GrammarCompiler:
     # -- the thread --------------------------------------------------------------------------------------------------
 
     def _compile_next(self) -> None:
-        """Compile the first grammar of the tenant whose turn it is, and notify all its requests."""
+        """Compile the first grammar of the owner whose turn it is, and notify all its requests."""
         with self._lock:
-            tenant, waiting = next(iter(self._turns.items()))
+            owner, waiting = next(iter(self._turns.items()))
             key, grammar, request = waiting.popleft()
-            self._turns.move_to_end(tenant)
+            self._turns.move_to_end(owner)
             if not waiting:
-                del self._turns[tenant]
+                del self._turns[owner]
         found: Compiled | BaseException
         try:
             found = self._compile(grammar)
@@ -189,7 +198,7 @@ class GrammarCompiler:
             found = error
         with self._lock:
             del self._waiting[key]
-            self._places.release(tenant, 1)
+            self._places.release(owner, 1)
         if isinstance(found, BaseException):
             request.set_exception(found)
         else:
@@ -254,3 +263,29 @@ def _warn_of_refusal(prepared: "Future[Any]") -> None:
 
 def _overloaded() -> Overloaded:
     return Overloaded(f"too many grammars are being compiled. Retry in {_RETRY_S:g} s", retry_after=_RETRY_S)
+
+
+def new_vetter(tokenizer: str, eos_token_ids: Sequence[int]) -> Sandbox:
+    """Return the vetting process, which is not started yet. `tokenizer`: the JSON of a fast Hugging Face tokenizer."""
+    return Sandbox(
+        _MODULE,
+        {"tokenizer": tokenizer, "eos_token_ids": list(eos_token_ids)},
+        title="the process that compiles grammars",
+        limits=LIMITS,
+        start_patience_s=_START_PATIENCE_S,
+    )
+
+
+def vet(vetter: Sandbox, grammar: Grammar) -> int:
+    """Return the bytes that a grammar takes when it is compiled, about. Calls must not overlap.
+
+    Raises:
+        InvalidField: the grammar cannot be served; the message gives the reason.
+        SandboxBusy: there is no verdict.
+    """
+    verdict = vetter.ask({"kind": grammar.kind, "source": grammar.source})
+    if reason := verdict.get("reason"):
+        raise invalid(grammar, reason)
+    if error := verdict.get("error"):
+        raise InvalidField(error, "grammar")
+    return int(verdict["bytes"])

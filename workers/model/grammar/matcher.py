@@ -2,15 +2,22 @@
 
 import json
 import re
+from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from crossdock.workers.schedule.submission import Grammar, InvalidField
+from crossdock.workers.model.grammar.large_numbers import exact_rules
+from crossdock.workers.model.grammar.prepared_schemas import prepared
+from crossdock.workers.schedule.request.submission import CLOSED, Grammar, InvalidField
 
 # Between JSON tokens. llguidance's own default has no bound, and a small model can then fill its answer with newlines.
 # Twenty characters are a line break and an indent four levels deep.
 _JSON_WHITESPACE = r"[ \n\t\r]{1,20}"
 
+# A text, a comment or a regular expression of Lark, in which `%json` means nothing; else the keyword itself.
+_LARK_TOKEN = re.compile(r'"(?:\\.|[^"\\\n])*"|(?:#|//)[^\n]*|/(?:\\.|[^/\\])+/|(?P<json>%json)\s*', re.DOTALL)
+
+_SPECIAL = "applying '\xff'"  # in llguidance's errors: the byte with which a special token begins
 _MOST_FORCED_BYTES = 1 << 13  # a mask takes about 0.4 ms for every 1,000 bytes that the grammar dictates (Intel, 1.9.1)
 _MOST_REASON_CHARACTERS = 300  # llguidance repeats the grammar, which may be long
 
@@ -27,8 +34,10 @@ def new_matcher(tokenizer: LLTokenizer, grammar: Grammar) -> LLMatcher:
         InvalidField: the grammar is malformed, beyond llguidance's limits, or allows no text but the empty one.
     """
     try:
-        matcher = LLMatcher(tokenizer, _to_llguidance(grammar), log_level=0, limits=LIMITS)
-    except (ValueError, RecursionError) as error:
+        matcher = LLMatcher(tokenizer, to_llguidance(grammar), log_level=0, limits=LIMITS)
+    except RecursionError:
+        raise invalid(grammar, "it is nested beyond the recursion limit") from None
+    except ValueError as error:
         raise invalid(grammar, str(error)) from error
     mask = matcher.compute_bitmask()  # some limits are checked only here, and every request needs the first mask
     check(matcher, grammar)
@@ -58,6 +67,8 @@ def failure(matcher: LLMatcher) -> str | None:
     if not matcher.is_error():
         return None
     reason = str(matcher.get_error()).removesuffix("<non-verbose/>").strip()
+    if "forced bytes" in reason and _SPECIAL in reason:
+        return "it dictates a text with the letters of a special token, which a model cannot write as letters here"
     return {"NoExtensionBias": "no text matches it"}.get(reason, reason)
 
 
@@ -69,21 +80,67 @@ def invalid(grammar: Grammar, reason: str) -> InvalidField:
     return InvalidField(f"grammar: {grammar.kind}: {reason}", "grammar")
 
 
-def _to_llguidance(grammar: Grammar) -> str:
-    """Translate a grammar to llguidance's. ValueError if `source` does not have the form of its kind."""
+def to_llguidance(grammar: Grammar) -> str:
+    """Translate a grammar to llguidance's.
+
+    Raises ValueError if `source` does not have the form of its kind, or if llguidance would not hold it exactly.
+    """
     match grammar.kind:
         case "json_object":
             return _json('{"type": "object"}')
         case "json_schema":
-            return _json(grammar.source)
+            return _closed(grammar.source)
         case "regex":
             return str(LLMatcher.grammar_from_regex(grammar.source))
         case "choice":
             return str(LLMatcher.grammar_from_regex(_choice(grammar.source)))
         case "lark":
-            return str(LLMatcher.grammar_from_lark(grammar.source))
+            return str(LLMatcher.grammar_from_lark(_with_exact_schemas(grammar.source)))
         case _:
             raise ValueError("kind must be json_object, json_schema, regex, choice or lark")
+
+
+def _closed(source: str) -> str:
+    """Return llguidance's grammar of a JSON schema, closed."""
+    try:
+        schema = json.loads(source)
+    except ValueError:
+        return _json(source)  # llguidance says why
+    schema = prepared(schema, is_closed=True)
+    rules = exact_rules(schema, "start", {"whitespace_pattern": _JSON_WHITESPACE, **_options(schema)})
+    return _json(json.dumps(schema)) if rules is None else str(LLMatcher.grammar_from_lark("\n".join(rules)))
+
+
+def _with_exact_schemas(source: str) -> str:
+    """Return a grammar in Lark, in which each JSON schema is closed if it is marked so, and exact."""
+    if "%json" not in source:
+        return source
+    parts = list[str]()
+    more = list[str]()
+    position = 0
+    while (found := _LARK_TOKEN.search(source, position)) is not None:
+        parts.append(source[position : found.start()])
+        position = found.end()
+        if found["json"] is None:
+            parts.append(found[0])
+            continue
+        try:
+            schema, position = json.JSONDecoder().raw_decode(source, position)
+        except ValueError:
+            return source  # llguidance says why
+        rule = f"exact-json-{len(parts)}"
+        is_closed = isinstance(schema, dict) and bool(schema.pop(CLOSED, False))
+        schema = prepared(schema, is_closed=is_closed)
+        rules = exact_rules(schema, rule, _options(schema))
+        parts.append(f"%json {json.dumps(schema)}" if rules is None else rule)
+        more += rules or ()
+    return "\n".join(["".join([*parts, source[position:]]), *more])
+
+
+def _options(schema: Any) -> dict[str, Any]:
+    """Return llguidance's options in a JSON schema."""
+    given = schema.get("x-guidance") if isinstance(schema, dict) else None
+    return given if isinstance(given, dict) else {}
 
 
 def _json(schema: str) -> str:

@@ -12,13 +12,13 @@ from torch import Tensor
 from crossdock.workers.model.grammar.matcher import failure
 
 _ALLOWED_SECONDS = 0.01  # for each mask; usual ones take 0.1 ms
-_MOST_OVERDRAFT = 0.5  # seconds that all masks of a tenant's grammar may take beyond that
+_MOST_OVERDRAFT = 0.5  # seconds that all masks of an owner's grammar may take beyond that
 _NO_TOKEN = (1 << 31) - 1
 
 
 @dataclass(slots=True, eq=False)
 class MaskBudget:
-    """The time that a tenant has for the masks of one grammar, in all its requests together.
+    """The time that an owner has for the masks of one grammar, in all its requests together.
 
     Each mask is computed between two steps, so its seconds are a pause for every stream of the replica. llguidance
     bounds one mask; this bounds their sum.
@@ -99,7 +99,8 @@ class GrammarState:
     def accept(self, token_id: int) -> None:
         """Advance by the sampled token. A token that `mask` does not allow sets `error`."""
         self._matcher.consume_token(token_id)
-        forced, self._forced = self._forced, None
+        forced = self._forced
+        self._forced = None
         if forced and len(forced) > 1 and forced[0] == token_id:
             self._forced = forced[1:]
 

@@ -17,7 +17,7 @@ from llguidance import LLMatcher, LLTokenizer
 from crossdock.workers.model.grammar.matcher import check, new_matcher, text_tokens
 from crossdock.workers.sandbox.limited_child import ChildFailed, Limits, answer_all, sandbox_main
 from crossdock.workers.sandbox.messages import read_message, write_message
-from crossdock.workers.schedule.submission import Grammar, InvalidField
+from crossdock.workers.schedule.request.submission import Grammar, InvalidField
 
 _STEPS = 8  # of a random text: some grammars fail after their first token
 
@@ -49,7 +49,7 @@ def _vet(tokenizer: LLTokenizer, asked: Mapping[str, str]) -> dict[str, Any]:
     before = _memory_bytes()
     try:
         matcher = new_matcher(tokenizer, grammar)
-        _follow(matcher, tokenizer, grammar)
+        follow(matcher, tokenizer, grammar)
     except InvalidField as error:
         return {"error": str(error)}
     return {"bytes": _memory_bytes() - before}
@@ -59,7 +59,7 @@ def _memory_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 
 
-def _follow(matcher: LLMatcher, tokenizer: LLTokenizer, grammar: Grammar) -> None:
+def follow(matcher: LLMatcher, tokenizer: LLTokenizer, grammar: Grammar) -> None:
     """Let a short random text follow the grammar. InvalidField where the matcher fails on the way."""
     draw = random.Random(0)
     for _ in range(_STEPS):

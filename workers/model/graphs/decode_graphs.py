@@ -60,7 +60,8 @@ class DecodeGraphs:
     def __init__(self, model: LoadedModel, page_size: int, max_num_seqs: int, record: Record) -> None:
         """Record a graph of every size. Raises whatever `record` raises."""
         width = -(-model.max_model_len // page_size)
-        self._model, self.record = model, record
+        self._model = model
+        self.record = record
         largest = padded(StepInputs.empty(len(model.held_groups)), max_num_seqs)
         self._inputs = largest.on(model.device).with_width(width)
         self._sizes = batch_sizes(max_num_seqs)
@@ -81,10 +82,12 @@ class DecodeGraphs:
     @torch.inference_mode()
     def run(self, inputs: StepInputs, previous_tokens: Tensor | None = None) -> Tensor:
         """Return logits [N, vocab], which the next run overwrites. `previous_tokens`: see `StepInputs.on`."""
-        num_rows, width = len(inputs.kv_len), inputs.pages.width
+        num_rows = len(inputs.kv_len)
+        width = inputs.pages.width
         size = self._sizes[bisect_left(self._sizes, num_rows)]
-        given, recorded = padded(inputs, size).for_rank(self._model, previous_tokens), self._inputs
-        for name in ("token_ids", "positions", "slots", "kv_len"):  # the others are the same in every step
+        given = padded(inputs, size).for_rank(self._model, previous_tokens)
+        recorded = self._inputs
+        for name in ("token_ids", "positions", "slots", "kv_len"):  # all other inputs are the same in every step
             getattr(recorded, name)[:size].copy_(getattr(given, name))
         recorded.page_table[:size, ..., :width].copy_(given.page_table)  # entries beyond `width` are not read
         self._graphs[size]()
@@ -109,9 +112,9 @@ class DecodeGraphs:
 def decode_graphs(model: LoadedModel, page_size: int, max_num_seqs: int) -> tuple[DecodeGraphs | None, str]:
     """Record the decode steps of a model, or of this rank's part of it, on a GPU. The pool must be allocated.
 
-    Collective: every rank of a gang must call it. Returns what is recorded, as text too. It is None on all ranks where
-    decode steps run kernel by kernel: on a CPU, for the stages of a pipeline, and for a model that cannot be recorded
-    on some rank. The text then says why.
+    Collective: every rank of a worker group must call it. Returns what is recorded, as text too. It is None on all
+    ranks where decode steps run kernel by kernel: on a CPU, for the stages of a pipeline, and for a model that cannot
+    be recorded on some rank. The text then says why.
     """
     started = time.monotonic()
     reason = why_not(model)

@@ -52,7 +52,9 @@ class MixedGraphs:
 
         `most_drafts`: that a step verifies for one stream; 0: there is no speculation.
         """
-        self._model, self._page_size, width = model, page_size, -(-model.max_model_len // page_size)
+        self._model = model
+        self._page_size = page_size
+        width = -(-model.max_model_len // page_size)
         longest = min(max_chunk_tokens, model.max_model_len)
         self._chunk_logits = min(_CHUNKS * (1 + most_drafts), _VERIFIED)  # rows beside those of decodes
         self._decodes = sorted({min(size, max_num_seqs) for size in DECODES})
@@ -137,7 +139,8 @@ class MixedGraphs:
 
     def _prefixes(self, decodes: int, tokens: int) -> StepTensors:
         """Return the beginnings of the input tensors, where the graph of these sizes reads its step."""
-        rows, sequences = decodes + tokens, decodes + _CHUNKS
+        rows = decodes + tokens
+        sequences = decodes + _CHUNKS
         lengths = (rows, rows, rows, decodes + self._chunk_logits, sequences + 1, sequences, sequences, 0, 0)
         return StepTensors(*(tensor[:length] for tensor, length in zip(self._inputs, lengths, strict=True)))
 
@@ -150,16 +153,23 @@ def padded_with_chunks(
     Logits are wanted for `decodes + chunk_logits` rows; the rows of the step come first.
     """
     num_decodes, num_chunks, num_tokens = _sizes(inputs)
-    rows, sequences, num_padding = decodes + tokens, decodes + _CHUNKS, tokens - num_tokens
+    rows = decodes + tokens
+    sequences = decodes + _CHUNKS
+    num_padding = tokens - num_tokens
     new_rows = np.r_[:num_decodes, decodes : decodes + num_tokens]  # where the step's rows are in the graph
     new_sequences = np.r_[:num_decodes, decodes : decodes + num_chunks]
-    token_ids, positions = np.zeros(rows, np.int64), np.zeros(rows, np.int64)
+    token_ids = np.zeros(rows, np.int64)
+    positions = np.zeros(rows, np.int64)
     slots = np.full((rows, *inputs.slots.shape[1:]), -1, np.int64)
-    token_ids[new_rows], positions[new_rows], slots[new_rows] = inputs.token_ids, inputs.positions, inputs.slots
+    token_ids[new_rows] = inputs.token_ids
+    positions[new_rows] = inputs.positions
+    slots[new_rows] = inputs.slots
     positions[rows - num_padding :] = np.arange(num_padding)
-    lengths, kv_len = np.zeros(sequences, np.int32), np.ones(sequences, np.int32)
+    lengths = np.zeros(sequences, np.int32)
+    kv_len = np.ones(sequences, np.int32)
     lengths[:decodes] = 1
-    lengths[new_sequences], kv_len[new_sequences] = np.diff(inputs.query_start), inputs.kv_len
+    lengths[new_sequences] = np.diff(inputs.query_start)
+    kv_len[new_sequences] = inputs.kv_len
     lengths[decodes + num_chunks], kv_len[decodes + num_chunks] = num_padding, max(num_padding, 1)
     unused = [max(-(-num_padding // page_size), 1)] + [1] * (_CHUNKS - num_chunks - 1)
     pages = inputs.pages.with_padding(len(inputs.kv_len), unused)
@@ -187,11 +197,13 @@ def mixed_graphs(
 ) -> tuple[MixedGraphs | None, str]:
     """Record the steps with chunks of a model whose decodes are recorded, in the same memory.
 
-    Collective: every rank of a gang must call it. Returns what is recorded, as text too. It is None on all ranks where
-    chunks cannot be recorded, and run kernel by kernel: the reason is logged. `most_drafts`: see `MixedGraphs`.
+    Collective: every rank of a worker group must call it. Returns what is recorded, as text too. It is None on all
+    ranks where chunks cannot be recorded, and run kernel by kernel: the reason is logged. `most_drafts`: see
+    `MixedGraphs`.
     """
     started = time.monotonic()
-    sizes, record = (page_size, max_num_seqs, max_num_batched_tokens), decodes.record
+    sizes = (page_size, max_num_seqs, max_num_batched_tokens)
+    record = decodes.record
     graphs, reason = attempt(model, lambda: MixedGraphs(model, *sizes, record, most_drafts=most_drafts))
     if graphs is None:
         logger.warning("steps with chunks run without CUDA graphs: %s", reason)

@@ -1,4 +1,4 @@
-"""Record steps as CUDA graphs, on every rank of a gang or on none.
+"""Record steps as CUDA graphs, on every rank of a worker group or on none.
 
 A recorded step is padded, so its all-reduces are larger than those of the step itself: a rank that replays does not fit
 together with a rank that launches kernel by kernel. A rank that stops in the middle of a recording leaves the others
@@ -21,13 +21,13 @@ Record: TypeAlias = Callable[[Callable[[], None]], Callable[[], None]]
 
 
 class OtherRankRefused(Exception):
-    """Another rank of the gang cannot record its part; the message says which rank, and why."""
+    """Another rank of the worker group cannot record its part; the message says which rank, and why."""
 
 
 def why_not(model: LoadedModel) -> str | None:
     """Return why no step of `model` can be recorded, as text, empty where no log needs the reason; None: steps can be.
 
-    Every rank of a gang gets the same answer.
+    Every rank of a worker group gets the same answer.
     """
     if not _has_graphs(model.device):
         return ""
@@ -39,7 +39,7 @@ def why_not(model: LoadedModel) -> str | None:
 
 
 def attempt(model: LoadedModel, make: Callable[[], _Recorded]) -> tuple[_Recorded | None, str]:
-    """Return the result of `make` and an empty text; or None and the reason, if `make` raised on any rank of the gang.
+    """Return the result of `make` and an empty text; or None and the reason, if `make` raised on any rank of the group.
 
     Collective: every rank must call it. On all ranks the reason is that of the first rank that has one.
     """

@@ -144,7 +144,8 @@ def _by_humming(weights: Sequence[Parts], dtype: torch.dtype) -> Sequence[Produc
 
 
 def _checked(matrix: PackedMatrix, dtype: torch.dtype) -> Product:
-    product, (rows, columns) = HummingProduct(matrix, dtype), matrix.shape
+    product = HummingProduct(matrix, dtype)
+    (rows, columns) = matrix.shape
     x = torch.linspace(-1, 1, 3 * columns, device=matrix.codes.device).sin().view(3, columns).to(dtype)
     expected = packed_product(x, matrix).float()
     error = float((product(x).float() - expected).norm() / expected.norm().clamp_min(1e-30))

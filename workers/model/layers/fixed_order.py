@@ -9,11 +9,14 @@ from torch import Tensor, nn
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.layers.llama_layers import NotFusableError, decoder_layers
 from crossdock.workers.model.model import LoadedModel
-from crossdock.workers.schedule.batch import Batch, Scheduled
-from crossdock.workers.schedule.request import Request
-from crossdock.workers.schedule.submission import SamplingParams
+from crossdock.workers.schedule.request.batch import Batch, Scheduled
+from crossdock.workers.schedule.request.request import Request
+from crossdock.workers.schedule.request.submission import SamplingParams
 
-_PAGE_SIZE, _SHORT, _LONG = 16, 5, 70  # tokens: the long prompt has two tiles of rows, and of context
+# Tokens: the long prompt has two tiles of rows, and of context.
+_PAGE_SIZE = 16
+_SHORT = 5
+_LONG = 70
 
 
 def fix_order(module: nn.Module) -> None:
@@ -63,7 +66,8 @@ def check_rows(model: LoadedModel) -> None:
         ]
         return StepInputs.of(Batch(scheduled, num_decodes), _PAGE_SIZE)[0].run(model)
 
-    num_pages, cut = 1 + -(-length // _PAGE_SIZE), length // 2
+    num_pages = 1 + -(-length // _PAGE_SIZE)
+    cut = length // 2
     try:
         model.allocate_pool(num_pages, _PAGE_SIZE)
         together = run((short, 0, _SHORT), (long, 0, length))

@@ -34,7 +34,8 @@ def join_projections(module: nn.Module) -> Callable[[], None]:
 
 def joined_tensor(*parts: Tensor) -> Tensor | None:
     """Return the one tensor [sum of N, …] that the weights or biases of joined linears are views of; None: not one."""
-    first, num_rows = parts[0], 0
+    first = parts[0]
+    num_rows = 0
     for weight in parts:
         is_next = weight.storage_offset() == first.storage_offset() + num_rows * first.stride(0)
         if not is_next or weight.untyped_storage().data_ptr() != first.untyped_storage().data_ptr():
@@ -71,5 +72,6 @@ class _JoinedLinears:
             self._input, self._parts = x, torch.split(F.linear(x, self._weight, self._bias), self._sizes, -1)
         part = self._parts[number]
         if number == len(self._sizes) - 1:  # no tensor is held beyond its layer
-            self._input, self._parts = None, ()
+            self._input = None
+            self._parts = ()
         return part

@@ -16,7 +16,7 @@ from crossdock.kernels.cpu.choice import KernelChoice, only
 from crossdock.kernels.cpu.decoder import DecoderLayer, DecoderShape, DecoderStack, Weight
 from crossdock.kernels.cpu.linear import (
     ChosenLinear,
-    OwnLinear,
+    NativeLinear,
     Weights,
     fits_bfloat16,
     linear_choice,
@@ -54,7 +54,9 @@ class FusedLayers(nn.Module):
         self.attention_type = "full_attention"  # some models choose a mask by this; ours is None in any case
 
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:
-        context, (cos, sin) = current_context(), position_embeddings  # [1, T, D] each
+        # [1, T, D] each.
+        context = current_context()
+        (cos, sin) = position_embeddings
         assert context.batch is not None
         groups = () if context.adapters is None else context.adapters.groups
         deltas = RowDeltas([(self.deltas_of(weights), rows) for weights, rows in groups])
@@ -129,7 +131,7 @@ class PackedEmbedding(nn.Module):
         self._linear = linear
 
     def forward(self, token_ids: Tensor) -> Tensor:  # [1, T] to [1, T, E]
-        return cast(OwnLinear, self._linear.formats["own"]).rows(token_ids)
+        return cast(NativeLinear, self._linear.formats["native"]).rows(token_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,16 +178,17 @@ def fuse(
     _check_forms(weights)
     try:
         layers_choice, head_choice = _choices(shape, weights, head_weight, cpu_kernels, free_bytes, kernel)
-        is_narrow = "own" in layers_choice.kernels and weights[0].input_norm.dtype is torch.float32
+        is_narrow = "native" in layers_choice.kernels and weights[0].input_norm.dtype is torch.float32
         if has_codes:
             weights.clear()
             in_turn = _taken(layers, windows)
         else:
             in_turn = _narrowed(weights, layers_choice.kernels) if is_narrow else iter(weights)
-        with_amx = cpu_kernels == "auto"  # own promises rows that do not depend on the chunks of a prompt
+        with_amx = cpu_kernels == "auto"  # native kernels promise rows that do not depend on the chunks of a prompt
         stack = DecoderStack(shape, in_turn, layers_choice, attention, has_codes, with_amx)
         path = next(name for name, part in model.named_modules() if part is layers)
-        fused, fused_head = FusedLayers(stack, path), FusedHead(head_weight, head_choice, has_codes)
+        fused = FusedLayers(stack, path)
+        fused_head = FusedHead(head_weight, head_choice, has_codes)
     except OSError as error:
         _widen(weights)
         raise NotFusableError(str(error)) from error
@@ -193,13 +196,15 @@ def fuse(
         vars(head).pop("packed", None)
     embedding: Any = getattr(decoder, "embed_tokens", None)
     is_tied = type(embedding) is nn.Embedding and embedding.weight is getattr(head, "weight", None)
-    decoder.layers, model.lm_head = nn.ModuleList([fused]), fused_head
-    if is_tied and isinstance(fused_head.linear.formats.get("own"), OwnLinear):
+    decoder.layers = nn.ModuleList([fused])
+    model.lm_head = fused_head
+    if is_tied and isinstance(fused_head.linear.formats.get("native"), NativeLinear):
         decoder.embed_tokens = PackedEmbedding(fused_head.linear)
 
     def undo() -> None:
         _widen(weights)
-        decoder.layers, model.lm_head = layers, head
+        decoder.layers = layers
+        model.lm_head = head
         if is_tied:
             decoder.embed_tokens = embedding
 
@@ -228,7 +233,8 @@ def fused_weights(module: nn.Module, plain: nn.Module) -> tuple[Callable[[], Non
     weight = weight_of(cast(Any, plain).lm_head)
     assert weight is not None
     _refuse_rounding(head.choice.kernels, [weight])
-    stack, linear = fused.with_weights(layers), head.with_weight(weight)
+    stack = fused.with_weights(layers)
+    linear = head.with_weight(weight)
 
     def put() -> None:
         fused.take(stack)
@@ -261,13 +267,15 @@ def _usable(
 ) -> tuple[Sequence[Kernel], Sequence[Kernel]]:
     """Return the kernels that `setting` allows for the layers, and for the head; all of them for a plain head of packed
     layers. ValueError: none."""
-    dtype, is_packed = layers[0].input_norm.dtype, isinstance(layers[0].gate, PackedMatrix)
+    dtype = layers[0].input_norm.dtype
+    is_packed = isinstance(layers[0].gate, PackedMatrix)
     fits = _fit([head, *_matrices(layers)])
     if not is_packed and isinstance(head, Tensor):
         kernels = usable_kernels(dtype, setting, fits)
         return kernels, kernels
-    packed, plain = usable_packed_kernels(dtype, setting), usable_kernels(dtype, fits=fits)
-    plain = ("own",) if setting == "own" and "own" in plain else plain
+    packed = usable_packed_kernels(dtype, setting)
+    plain = usable_kernels(dtype, fits=fits)
+    plain = ("native",) if setting == "native" and "native" in plain else plain
     return (packed if is_packed else plain), (plain if isinstance(head, Tensor) else packed)
 
 
@@ -281,7 +289,7 @@ def _fit(matrices: Sequence[Weight]) -> bool:
 
 
 def _refuse_rounding(kernels: Sequence[Kernel], matrices: Sequence[Weight]) -> None:
-    if "own" in kernels and not _fit(matrices):
+    if "native" in kernels and not _fit(matrices):
         raise ValueError(
             "bfloat16 does not hold the numbers of these float32 weights, and the kernels of this replica, which were "
             "chosen for weights that it held, would round them: start with --cpu-kernels torch, or --dtype bfloat16"
@@ -299,7 +307,8 @@ def _choices(
     """Return the kernels of the layers and of the head: `kernel`; None: those of `setting`, by measured seconds."""
     if kernel is not None:
         return only(kernel), only(kernel)
-    dtype, (of_layers, of_head) = layers[0].input_norm.dtype, _usable(layers, head, setting)
+    dtype = layers[0].input_norm.dtype
+    (of_layers, of_head) = _usable(layers, head, setting)
     form, head_form = (None if isinstance(each, Tensor) else CodeForm.of(each) for each in (layers[0].gate, head))
     head_weights = Weights(head.shape[0], head.shape[1], count=1)
     num_bytes = sum(each.num_bytes(dtype, form) for each in shape.matrices(len(layers)))
@@ -335,7 +344,7 @@ def _taken(layers: nn.ModuleList, windows: Sequence[int | None]) -> Iterator[Dec
 def _narrowed(layers: Sequence[DecoderLayer], kernels: Sequence[Kernel]) -> Iterator[DecoderLayer]:
     """Yield the weights of each layer, and keep its matrices in bfloat16, which holds them, until `_widen`.
 
-    `own` alone reads them in bfloat16, so that copies take half of the memory.
+    `native` alone reads them in bfloat16, so that copies take half of the memory.
     """
     for layer in layers:
         if len(kernels) == 1:

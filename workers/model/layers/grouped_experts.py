@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _default_apply_gate
 
-from crossdock.kernels.backend import has_package
+from crossdock.kernels.packages import has_package
 from crossdock.workers.model.network import Network
 from crossdock.workers.model.weights.packed_layers import PackedExperts
 
@@ -89,7 +89,8 @@ def _some(experts: Any, hidden: Tensor, chosen: Tensor, scales: Tensor) -> Tenso
     from crossdock.kernels.gpu.triton_layer_steps import silu_and_multiply
 
     def of(name: str) -> tuple[Any, Tensor | None]:
-        weight, bias = getattr(experts, name), getattr(experts, f"{name}_bias", None)
+        weight = getattr(experts, name)
+        bias = getattr(experts, f"{name}_bias", None)
         if isinstance(weight, PackedExperts):
             return weight.stacked, bias
         return weight.mT if experts.is_transposed else weight, bias

@@ -121,7 +121,8 @@ def layer_weights(layer: Any, window: int | None) -> DecoderLayer:
     """Return the weights of a layer. NotFusableError: it differs from Llama's."""
     check_attention(layer)
     check_mlp(layer.mlp)
-    attention, mlp = layer.self_attn, layer.mlp
+    attention = layer.self_attn
+    mlp = layer.mlp
     norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
     linears = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
     matrices = [weight_of(linear) for linear in (*linears, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]

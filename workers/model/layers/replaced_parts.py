@@ -41,9 +41,11 @@ def cache_latents_if_equal(
 ) -> tuple[Network, list[AttentionCall]]:
     """Let the layers cache latents if that gives the same logits on every rank; if so, return the layers' calls.
 
-    Collective: every rank of a gang must call it.
+    Collective: every rank of a worker group must call it.
     """
-    context, undo, refusal = ForwardContext(network.attention, probe_lengths=PROBE_LENGTHS), None, ""
+    context = ForwardContext(network.attention, probe_lengths=PROBE_LENGTHS)
+    undo = None
+    refusal = ""
     try:
         if not all(call.is_plain and call.window is None for call in calls):
             raise NoLatentsError("attention has a window, a softcap or sinks")
@@ -69,11 +71,12 @@ def cache_latents_if_equal(
 def use_own_experts_if_equal(model: Network, check: LogitsCheck) -> None:
     """Compute experts by our grouped products where torch's would wait for the router, if that gives the same logits.
 
-    Collective: every rank of a gang must call it.
+    Collective: every rank of a worker group must call it.
     """
     if not needs_own_experts(model):
         return
-    undo, refusal = use_own_experts(model), ""
+    undo = use_own_experts(model)
+    refusal = ""
     try:
         if not (error := check.error_of(model)) <= check.tolerance:
             refusal = f"in Triton, their logits differ by {error:.1%}"
@@ -97,13 +100,14 @@ def use_triton_layers_if_equal(
 ) -> str:
     """Replace the decoder layers if that gives the same logits. Returns what computes their steps, as text.
 
-    Collective: every rank of a gang must call it. `model` has no scales: e4m3 would change the logits, by transformers'
-    own layers as well. `in_fixed_order`: products and the last norm are replaced too, see `fix_order`.
+    Collective: every rank of a worker group must call it. `model` has no scales: e4m3 would change the logits, by
+    transformers' own layers as well. `in_fixed_order`: products and the last norm are replaced too, see `fix_order`.
 
     Raises:
         ValueError: the layers must add in a fixed order, and cannot be replaced.
     """
-    undo, refusal = None, ""
+    undo = None
+    refusal = ""
     try:
         if not all(call.is_plain for call in calls):
             raise NotFusableError("attention has a softcap or sinks")
@@ -112,7 +116,7 @@ def use_triton_layers_if_equal(
         undo = use_triton_layers(model, _sliding([call.window for call in calls]), in_fixed_order=in_fixed_order)
     except NotFusableError as difference:
         refusal = str(difference)
-    # A rank that keeps its own layers takes part in the check: others of its gang wait for its share of the sums.
+    # A rank whose own layers stay joins the check too: the other ranks wait for its share of the sums.
     if undo is not None or model.part.position.size > 1:
         try:
             if not (error := _error_in_pages(model, check)) <= check.tolerance:
@@ -162,11 +166,12 @@ def fuse_layers_if_equal(model: LoadedModel, check: LogitsCheck, options: LoadOp
         if model.part.position.size > 1:
             raise NotFusableError("each rank has only a part of them")
         free = None if options.kv_bytes is None else free_memory() - options.kv_bytes
-        sliding, attention = _sliding(model.windows), model.attention.paged_attention
+        sliding = _sliding(model.windows)
+        attention = model.attention.paged_attention
         if num_deep_layers(model.config):
             raise NotFusableError("embeddings of pictures are added between layers")
         fusion = fuse(model.module, sliding, attention, options.cpu_kernels, free, weights.kernel)
-        if options.batch_invariant and set(fusion.layers.kernels + fusion.head.kernels) - {"own", "int8"}:
+        if options.batch_invariant and set(fusion.layers.kernels + fusion.head.kernels) - {"native", "int8"}:
             raise NotFusableError(f"products run by {fusion}; own adds in one order")
     except NotFusableError as reason:
         if needed_by:
@@ -189,7 +194,7 @@ def fuse_layers_if_equal(model: LoadedModel, check: LogitsCheck, options: LoadOp
 def use_codes(model: Network, check: LogitsCheck, cpu_kernels: CpuKernels) -> str:
     """Compute packed weights that are not fused from their codes. Returns the kernels, as text; empty: no codes.
 
-    Collective: every rank of a gang must call it.
+    Collective: every rank of a worker group must call it.
 
     Raises:
         ValueError: `cpu_kernels` names a kernel that cannot run here, or the logits differ.
@@ -211,7 +216,8 @@ def use_codes(model: Network, check: LogitsCheck, cpu_kernels: CpuKernels) -> st
 
 def _error_in_pages(model: LoadedModel, check: LogitsCheck) -> float:
     """Compute a model's logits with keys and values in pages of a pool, and return their error."""
-    page_multiple, given = model.attention.page_multiple, check.sequences
+    page_multiple = model.attention.page_multiple
+    given = check.sequences
     batch = batch_of_one_page_each(PROBE_LENGTHS, model.device, page_multiple)
     try:
         model.allocate_pool(len(PROBE_LENGTHS), page_size_for(PROBE_LENGTHS, page_multiple))

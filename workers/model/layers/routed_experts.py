@@ -25,7 +25,8 @@ def _mix(mixture: Any, hidden: Tensor) -> tuple[Tensor, Tensor]:
     scores, logits = mixture.router(hidden)  # [T, E] each
     chosen = logits.topk(mixture.top_k).indices  # [T, k]
     order = chosen.flatten().argsort(stable=True)  # the rows of one expert lie together
-    rows, counts = order // mixture.top_k, chosen.flatten().bincount(minlength=scores.shape[1])
+    rows = order // mixture.top_k
+    counts = chosen.flatten().bincount(minlength=scores.shape[1])
     routed = hidden[rows] * scores.gather(1, chosen).flatten()[order, None]  # [T * k, D]
     out: Tensor = mixture.shared_expert(hidden)
     return out.index_add_(0, rows, mixture.experts(routed, counts.tolist())), logits

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from crossdock.kernels.backend import has_package
+from crossdock.kernels.packages import has_package
 from crossdock.workers.model.architecture import num_deep_layers
 from crossdock.workers.model.forward.forward_context import current_context
 from crossdock.workers.model.forward.row_adapters import RowAdapters
@@ -48,15 +48,18 @@ class _Layer:
     @classmethod
     def of(cls, layer: Any, window: int | None, path: str, in_fixed_order: bool) -> "_Layer":
         check_attention(layer)
-        attention, mlp = layer.self_attn, layer.mlp
-        gate_up, last = None, mlp
+        attention = layer.self_attn
+        mlp = layer.mlp
+        gate_up = None
+        last = mlp
         try:
             check_mlp(mlp)
         except NotFusableError:  # experts, for example
             if in_fixed_order:
                 raise
         else:
-            gate_up, last = _joined(mlp.gate_proj, mlp.up_proj), mlp.down_proj
+            gate_up = _joined(mlp.gate_proj, mlp.up_proj)
+            last = mlp.down_proj
         return cls(
             layer.input_layernorm,
             _joined(attention.q_proj, attention.k_proj, attention.v_proj),
@@ -85,8 +88,10 @@ class TritonLayers(nn.Module):
         from crossdock.kernels.gpu.triton_fixed_order import product  # Triton is not installed everywhere
 
         super().__init__()
-        self._layers, self._product = layers, product if in_fixed_order else F.linear
-        self.replaced = (replaced,)  # whose weights are read; no child, so that names of parameters stay as they are
+        self._layers = layers
+        self._product = product if in_fixed_order else F.linear
+        # the layer whose weights are read; no child, so that names of parameters stay as they are
+        self.replaced = (replaced,)
         self.attention_type = "full_attention"  # some models choose a mask by this; ours is None in any case
 
     def forward(self, hidden_states: Tensor, *, position_embeddings: tuple[Tensor, Tensor], **_: Any) -> Tensor:

@@ -53,11 +53,13 @@ class FileSlice:
 
     def _read(self, dim: int, start: int, stop: int) -> Tensor:
         """Return the elements from `start` to `stop` along `dim`."""
-        before, after = self._shape[:dim], self._shape[dim + 1 :]
+        before = self._shape[:dim]
+        after = self._shape[dim + 1 :]
         found = torch.empty([*before, stop - start, *after], dtype=DTYPES[self._dtype])
         content = found.view(-1).view(torch.uint8).numpy().data
         row = prod(after) * found.itemsize
-        stride, size = prod(self._shape[dim : dim + 1]) * row, (stop - start) * row
+        stride = prod(self._shape[dim : dim + 1]) * row
+        size = (stop - start) * row
         if stride == size:  # all rows, one after the other
             stride = size = len(content)
         for number, first in enumerate(range(0, len(content), max(size, 1))):
@@ -70,7 +72,8 @@ class FileSlice:
             count = os.preadv(self._descriptor, [content], offset)
             if not count:
                 raise OSError("a file of weights ends in the middle of a tensor")
-            content, offset = content[count:], offset + count
+            content = content[count:]
+            offset = offset + count
 
 
 class OpenFile:

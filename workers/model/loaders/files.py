@@ -1,7 +1,7 @@
 """The open files of a checkpoint: tensors by name, whichever loader reads their bytes."""
 
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from importlib.util import find_spec
 from math import prod
@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from crossdock.kernels.options import LoadFormat
-from crossdock.workers.model.loaders.fast_safetensors import load_fast
 from crossdock.workers.model.loaders.file_slice import DTYPES, FileSlice, OpenFile
 from crossdock.workers.model.loaders.objects import origin_of
 from crossdock.workers.model.loaders.part import Loader, TensorPart, Tensors
@@ -112,11 +111,15 @@ class LoadedSlice:
     """A tensor that a loader reads. Stands in for a slice of safetensors."""
 
     def __init__(self, files: LoadedFiles, file: str, key: str, place: FileSlice) -> None:
-        self._files, self._file, self._key, self._place = files, file, key, place
+        self._files = files
+        self._file = file
+        self._key = key
+        self._place = place
 
     def __getitem__(self, key: Any) -> Tensor:
         """Return the elements of `key`: `...`, or slices of step 1. Rows alone are read where it names rows."""
-        shape, dtype = self._place.get_shape(), DTYPES[self._place.get_dtype()]
+        shape = self._place.get_shape()
+        dtype = DTYPES[self._place.get_dtype()]
         rows, *others = key if isinstance(key, tuple) else (key,)
         whole = TensorPart(self._file, self._key, dtype, tuple(shape), 0, self._place.start)
         if rows is ... or others:
@@ -157,3 +160,26 @@ def require_loader(load_format: LoadFormat) -> None:
             f"load_format {load_format}: the package {package} is not installed here: "
             f"pip install 'crossdock[streamer]'; auto needs no package"
         )
+
+
+def load_fast(parts: Sequence[TensorPart], device: str) -> Tensors:
+    """Yield (number of a part, its tensor), file after file. The device holds one file's buffer at a time."""
+    from fastsafetensors import SafeTensorsFileLoader, SingleGroup
+
+    numbers: dict[str, list[int]] = {}
+    for number, part in enumerate(parts):
+        numbers.setdefault(part.file, []).append(number)
+    for file, found in numbers.items():
+        loader = SafeTensorsFileLoader(SingleGroup(), device, nogds=device == "cpu")
+        keys = {parts[number].key for number in found}
+        loader.set_tensor_filter(keys.__contains__)
+        loader.add_filenames({0: [file]})
+        content = loader.copy_files_to_device()
+        try:
+            for number in found:
+                part = parts[number]
+                elements = content.get_tensor(part.key).reshape(-1)
+                yield number, elements[part.first : part.first + prod(part.shape)].clone().reshape(part.shape)
+        finally:
+            content.close()
+            loader.close()

@@ -28,10 +28,9 @@ from crossdock.workers.model.lora.adapter_files import (
     Factor,
     fingerprint,
     read_adapter,
-    read_weights,
 )
 from crossdock.workers.model.weights.packed_layers import PackedLinear
-from crossdock.workers.schedule.submission import Adapter
+from crossdock.workers.schedule.request.submission import Adapter
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
@@ -86,6 +85,14 @@ class Adapters:
         ]
         return self.most * self.max_rank * self.dtype.itemsize * sum(map(sum, sizes))
 
+    def check(self, files: AdapterFiles) -> None:
+        """Check that an adapter fits this model. ValueError: names a module that does not.
+
+        Sizes of modules in other pipeline stages are known by the modules of that name here, unless these differ.
+        """
+        for name in files.factors:
+            self._is_here(files, name)
+
     def load(self, adapter: Adapter) -> None:
         """Read the files of an adapter, and keep this rank's part of its weights.
 
@@ -94,9 +101,11 @@ class Adapters:
             OSError: the files cannot be read.
         """
         files = read_adapter(Path(adapter.path), self.max_rank)
-        content = read_weights(files.folder)  # once: a file may change, a mapped one may shrink
+        self.check(files)
+        content = files.read_weights()  # once: a file may change, a mapped one may shrink
         if fingerprint(files.folder, content) != adapter.fingerprint:
             raise ValueError(f"{files.folder} has other bytes than when adapter {adapter.name!r} was loaded first")
+        files.check_numbers(content)
         alike: dict[Any, list[str]] = {}
         for name, (a, b) in files.factors.items():
             if self._is_here(files, name):
@@ -162,30 +171,29 @@ class Adapters:
         if site is None:
             found = _LAYER.search(name)
             is_elsewhere = found is not None and int(found[1]) in {*range(self.num_layers)} - {*self.held_layers}
-            if is_elsewhere and self._has_like(name):
+            if is_elsewhere and (sizes := self._sizes_of_like(name)):
+                if len(sizes) == 1:
+                    _check_size(files, name, *sizes.pop())
                 return False
             raise ValueError(
                 f"{files.folder / WEIGHTS}: {name:.200} is no linear of this model that adapters can change"
             )
-        a, b = files.factors[name]
-        if (b.rows, a.columns) != (site.out_features, site.in_features):
-            raise ValueError(
-                f"{files.folder / WEIGHTS}: {name} has {a.columns} inputs and {b.rows} outputs; this model's has "
-                f"{site.in_features} and {site.out_features}"
-            )
+        _check_size(files, name, site.out_features, site.in_features)
         return True
 
-    def _has_like(self, name: str) -> bool:
-        """Return whether a layer here has a module of that name: layers of other stages are known by that alone."""
+    def _sizes_of_like(self, name: str) -> set[tuple[int, int]]:
+        """Return the outputs and inputs of the modules here that have the name of a module in another layer."""
         pattern = _LAYER.sub(r".layers.N.", name)
-        return any(_LAYER.sub(r".layers.N.", each) == pattern for each in self.sites)
+        alike = (site for each, site in self.sites.items() if _LAYER.sub(r".layers.N.", each) == pattern)
+        return {(site.out_features, site.in_features) for site in alike}
 
     def _pairs(self, files: AdapterFiles, names: Sequence[str], content: memoryview) -> Iterable[tuple[str, Pair]]:
         """Return this rank's part of A [rank, K] and of scale * B [N, rank] of modules whose matrices are alike.
 
         All in one: an operator for each of some hundred modules would keep the interpreter from steps for 30 ms.
         """
-        kept, scale = self.sites[names[0]].kept, files.scales[names[0]]
+        kept = self.sites[names[0]].kept
+        scale = files.scales[names[0]]
         a, b = (_matrices([files.factors[name][which] for name in names], content) for which in (0, 1))
         if kept is not None:
             a, b = (a, kept.read(b, 2)) if kept.dim == 0 else (kept.read(a, 2), b)
@@ -200,13 +208,25 @@ class Adapters:
         return zip(names, zip(a.unbind(), b.transpose(1, 2).unbind(), strict=True), strict=True)
 
 
+def _check_size(files: AdapterFiles, name: str, out_features: int, in_features: int) -> None:
+    """Check the matrices of a module. ValueError: the module of this model has another size."""
+    a, b = files.factors[name]
+    if (b.rows, a.columns) != (out_features, in_features):
+        raise ValueError(
+            f"{files.folder / WEIGHTS}: {name:.200} has {a.columns} inputs and {b.rows} outputs; this model's has "
+            f"{in_features} and {out_features}"
+        )
+
+
 def _matrices(factors: Sequence[Factor], content: memoryview) -> Tensor:
     """Return matrices of one shape [n, rows, columns], over the file's bytes where they lie evenly in there.
 
     They do where layers are alike, and a view for each matrix would take the interpreter longer.
     """
-    first, dtype = factors[0], _DTYPES[factors[0].dtype]
-    offsets, size = [factor.offset for factor in factors], first.rows * first.columns
+    first = factors[0]
+    dtype = _DTYPES[factors[0].dtype]
+    offsets = [factor.offset for factor in factors]
+    size = first.rows * first.columns
     gaps = {after - before for before, after in pairwise(offsets)} or {first.num_bytes}
     if len(gaps) > 1 or min(gaps) < first.num_bytes or min(gaps) % dtype.itemsize:
         return torch.cat([_matrices([factor], content) for factor in factors])
@@ -221,7 +241,8 @@ def sites_of(module: Any, part: ModelPart) -> dict[str, Site]:
     Left out are experts, whose rows are those of their tokens alone, and projections that other code than the linear's
     own reads.
     """
-    decoder, found = module.get_decoder(), {}
+    decoder = module.get_decoder()
+    found = {}
     prefix = next(name for name, each in module.named_modules() if each is decoder)
     for name, linear in module.named_modules():
         layer = _LAYER.match(name, len(prefix))
@@ -232,7 +253,8 @@ def sites_of(module: Any, part: ModelPart) -> dict[str, Site]:
         owner = module.get_submodule(name.rpartition(".")[0])
         if ".experts." in name or (hasattr(owner, "expand_kv") and name.endswith(".kv_b_proj")):
             continue
-        shape, kept = [linear.out_features, linear.in_features], part.slices.get(f"{name}.weight")
+        shape = [linear.out_features, linear.in_features]
+        kept = part.slices.get(f"{name}.weight")
         out_features, in_features = shape if kept is None else kept.whole_shape(shape)
         found[name] = Site(out_features, in_features, kept)
     return found

@@ -2,6 +2,9 @@
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from math import isqrt
 from typing import NamedTuple
 
 import torch
@@ -9,19 +12,21 @@ import torch
 from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs
 from crossdock.workers.model.graphs.mixed_graphs import MixedGraphs
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.memory.encoding_memory import bytes_for_pictures
 from crossdock.workers.model.memory.memory_budget import MemoryBudget
 from crossdock.workers.model.memory.memory_fit import size_of
 from crossdock.workers.model.model import LoadedModel
+from crossdock.workers.model.pictures.vision import PictureEncoder
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import sample
-from crossdock.workers.schedule.batch import Batch, Scheduled, StatePages
-from crossdock.workers.schedule.request import Request
-from crossdock.workers.schedule.submission import SamplingParams
+from crossdock.workers.schedule.request.batch import Batch, Scheduled, StatePages
+from crossdock.workers.schedule.request.items import Item
+from crossdock.workers.schedule.request.request import Request
+from crossdock.workers.schedule.request.submission import SamplingParams
 
 logger = logging.getLogger(__name__)
 
 GPU_RESERVE_BYTES = 512 << 20  # for what CUDA records graphs in and for gaps between allocations; an estimate
+_SMALL = 2  # size of a picture of which many fit into one call
 
 
 class PageBudget(NamedTuple):
@@ -82,8 +87,13 @@ def _measured(model: LoadedModel, budget: MemoryBudget, page_size: int) -> int:
     logger.info(
         "%s for KV pages: %g of %s, less %s held, %s for the largest steps, %s for pictures, %s for adapters and a "
         "reserve of %s",
-        *(size_of(page_bytes), budget.gpu_memory_utilization, size_of(total)),
-        *(size_of(total - free - model.used_by_others), size_of(transient), size_of(pictures), size_of(adapters)),
+        size_of(page_bytes),
+        budget.gpu_memory_utilization,
+        size_of(total),
+        size_of(total - free - model.used_by_others),
+        size_of(transient),
+        size_of(pictures),
+        size_of(adapters),
         size_of(GPU_RESERVE_BYTES),
     )
     return page_bytes
@@ -130,3 +140,33 @@ def _peak(run: Callable[[], object]) -> int:
     before = torch.cuda.memory_allocated()
     run()
     return torch.cuda.max_memory_allocated() - before
+
+
+def bytes_for_pictures(model: LoadedModel, budget: MemoryBudget, peak: Callable[[Callable[[], object]], int]) -> int:
+    """Return the bytes that pictures may take on this rank beside steps of text. `peak`: measures a call.
+
+    The rank that encodes keeps up to `mm_encoder_cache` of embeddings. Every rank may have the rows of a step twice: as
+    collected or received, and in the inputs of the first layer.
+    """
+    encoder = model.encoder
+    if encoder is None:
+        return 0
+    rows_of_step = 2 * budget.max_num_batched_tokens * encoder.embedding_token_bytes
+    if not model.part.position.is_driver:
+        return rows_of_step
+    largest = max(peak(partial(encoder.measure, items)) for items in largest_calls(model, encoder, budget))
+    return rows_of_step + budget.mm_encoder_cache + largest
+
+
+def largest_calls(model: LoadedModel, encoder: PictureEncoder, budget: MemoryBudget) -> list[list[Item]]:
+    """Return items to measure: the largest picture, and as many small ones as one call encodes.
+
+    No picture has more rows than the cache holds, or than a prompt has tokens: the scheduler refuses it. Some models
+    divide a large picture into tiles of one size, which take as much as so many small pictures.
+    """
+    most_of_one = min(budget.mm_encoder_cache // encoder.embedding_token_bytes, model.max_model_len)
+    most = max(budget.max_num_batched_tokens, most_of_one)
+    large = encoder.example(max(isqrt(most_of_one), _SMALL))
+    small = encoder.example(_SMALL)
+    most_small = 1 if "image_sizes" in small.tensors else max(most // small.num_embedding_tokens, 1)
+    return [[large], [replace(small, content_hash=number.to_bytes(16, "little")) for number in range(most_small)]]

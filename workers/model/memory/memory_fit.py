@@ -36,7 +36,8 @@ def check_fits(
     available = free // num_sharing if device == "cpu" else free
     is_mapped = getattr(config, "dtype", None) is dtype  # before it is measured: transformers writes to it
     counted = weight_format.count_bytes(config, position, dtype)
-    weights, loading = counted.on(device), counted.loading
+    weights = counted.on(device)
+    loading = counted.loading
     if max(available, weights) < loading and not is_mapped:
         raise ValueError(
             f"quantization {weight_format.name} of a checkpoint that is not in {dtype} needs {size_of(loading)} while "

@@ -1,1 +1,1 @@
-"""The encoder of pictures and videos, and the rows of embeddings that it makes."""
+"""The encoder of pictures and videos, and the embedding tokens that it makes."""

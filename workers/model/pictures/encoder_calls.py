@@ -14,7 +14,7 @@ from torch import Tensor
 
 from crossdock.workers.model.device_copies import to_device
 from crossdock.workers.schedule.pictures.encoding import ItemFailure
-from crossdock.workers.schedule.pictures.items import LEVELS, PIXELS, Item, with_levels
+from crossdock.workers.schedule.request.items import LEVELS, PIXELS, Item, with_levels
 
 _PER_PICTURE = {"pixel_values": 3, "pixel_values_videos": 3, "pixel_attention_mask": 2}
 """Dimensions of one picture in an argument that has three or more; Qwen's are rows of patches, [patches, depth]."""
@@ -24,11 +24,11 @@ _SHORT = ("out of memory", "not enough memory", "can't allocate memory", "alloc_
 """In errors that are plain `RuntimeError`s: of CUDA, of the CPU's allocator (two), of cuBLAS."""
 
 
-def batches_of(items: Sequence[Item], most_rows: int | None) -> list[list[Item]]:
+def batches_of(items: Sequence[Item], most_embedding_tokens: int | None) -> list[list[Item]]:
     """Divide items into those that one call encodes: of one kind, with the same tensors of shapes that can be joined.
 
-    Pixtral's encoder is given one at a time: it would compute the attention of each picture to all others. `most_rows`:
-    of several items together; None: no matter how many.
+    Pixtral's encoder is given one at a time: it would compute the attention of each picture to all others.
+    `most_embedding_tokens`: of several items together; None: no matter how many.
     """
 
     def key(item: Item) -> tuple[Any, ...]:
@@ -37,17 +37,17 @@ def batches_of(items: Sequence[Item], most_rows: int | None) -> list[list[Item]]
 
     ordered = sorted(items, key=lambda item: repr(key(item)))
     groups = [list(group) for _, group in groupby(ordered, key=lambda item: repr(key(item)))]
-    if most_rows is None:
+    if most_embedding_tokens is None:
         return groups
     batches = list[list[Item]]()
     for group in groups:
         room = 0
         for item in group:
-            if item.num_rows > room:
+            if item.num_embedding_tokens > room:
                 batches.append([])
-                room = max(most_rows, item.num_rows)
+                room = max(most_embedding_tokens, item.num_embedding_tokens)
             batches[-1].append(item)
-            room -= item.num_rows
+            room -= item.num_embedding_tokens
     return batches
 
 

@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from crossdock.kernels.backend import CPP, Attention
 from crossdock.workers.model.architecture import is_multimodal, num_deep_layers
 from crossdock.workers.model.device_copies import timed
+from crossdock.workers.model.forward.forward_context import context_or_none
 from crossdock.workers.model.forward.step_pictures import PictureRows, StepPictures
-from crossdock.workers.model.pictures.deep_stack import add_after
 from crossdock.workers.model.pictures.encoder_calls import (
     arguments_of,
     batches_of,
@@ -28,13 +28,13 @@ from crossdock.workers.model.pictures.encoder_calls import (
     item_failure,
     layers_of,
 )
-from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.pictures.encoding import ItemFailure
 from crossdock.workers.schedule.pictures.families import PictureFamily, picture_family
-from crossdock.workers.schedule.pictures.items import LEVELS, Item
 from crossdock.workers.schedule.pictures.whole_items import key_end
-from crossdock.workers.schedule.request import Request
-from crossdock.workers.schedule.submission import InvalidField
+from crossdock.workers.schedule.request.batch import Batch
+from crossdock.workers.schedule.request.items import LEVELS, Item
+from crossdock.workers.schedule.request.request import Request
+from crossdock.workers.schedule.request.submission import InvalidField
 
 _KINDS = {"image": ("image_token_id", "get_image_features"), "video": ("video_token_id", "get_video_features")}
 
@@ -73,7 +73,7 @@ class PictureEncoder:
     module: Any  # transformers' model, with its decoder behind our attention
     config: PretrainedConfig
     clock: Callable[[], float] = time.perf_counter
-    most_rows: int | None = None  # encoded by one call, unless one item has more; None: no matter how many
+    most_embedding_tokens: int | None = None  # encoded by one call, unless one item has more; None: no matter how many
     _embeddings: dict[bytes, Tensor] = field(default_factory=dict)  # [1 + L, rows, E], by content
     _failed: dict[bytes, ItemFailure] = field(default_factory=dict)  # by content; the embeddings are zeros
     _prompts: dict[str, PromptPictures] = field(default_factory=dict)  # by request, of those with items
@@ -98,19 +98,19 @@ class PictureEncoder:
         parameter: Tensor = next(self.module.parameters())
         return parameter
 
-    def _zeros(self, num_rows: int) -> Tensor:
+    def _zeros(self, num_embedding_tokens: int) -> Tensor:
         """Return embeddings [1 + L, R, E] of zeros."""
         width: int = self.config.get_text_config(decoder=True).hidden_size
-        return self._parameter.new_zeros(1 + num_deep_layers(self.config), num_rows, width)
+        return self._parameter.new_zeros(1 + num_deep_layers(self.config), num_embedding_tokens, width)
 
     @property
-    def row_bytes(self) -> int:
-        """Return the bytes of one row of embeddings."""
+    def embedding_token_bytes(self) -> int:
+        """Return the bytes of one embedding token."""
         return self._zeros(1).nbytes
 
-    def limit_calls(self, most_rows: int) -> None:
+    def limit_calls(self, most_embedding_tokens: int) -> None:
         """Encode at most so many rows by one call, unless one item has more."""
-        self.most_rows = most_rows
+        self.most_embedding_tokens = most_embedding_tokens
 
     # -- requests --------------------------------------------------------------------------------------------------
 
@@ -120,8 +120,10 @@ class PictureEncoder:
         Raises:
             InvalidField: placeholders and rows do not match, or the grids are not those of the placeholders.
         """
-        ids, end = np.array(request.prompt_token_ids, np.int64), 0
-        is_taken, places = np.zeros(len(ids), bool), list[tuple[bytes, NDArray[np.int64]]]()
+        ids = np.array(request.prompt_token_ids, np.int64)
+        end = 0
+        is_taken = np.zeros(len(ids), bool)
+        places = list[tuple[bytes, NDArray[np.int64]]]()
         for number, item in enumerate(request.items):
             where = f"item {number} of the prompt, {item.kind} at token {item.start},"
             if not self.takes(item.kind):
@@ -130,9 +132,9 @@ class PictureEncoder:
                 raise InvalidField(f"{where} overlaps the item before, or ends after the prompt", "prompt")
             end = item.end
             found = item.start + np.flatnonzero(ids[item.start : item.end] == self._placeholder(item.kind))
-            if len(found) != item.num_rows or not item.num_rows:
+            if len(found) != item.num_embedding_tokens or not item.num_embedding_tokens:
                 raise InvalidField(
-                    f"{where} has {item.num_rows} rows of embeddings and {len(found)} placeholders", "prompt"
+                    f"{where} has {item.num_embedding_tokens} embedding tokens and {len(found)} placeholders", "prompt"
                 )
             if self.attends_both_ways and found[0] and is_taken[found[0] - 1]:
                 raise InvalidField(f"{where} follows the item before without a token between them", "prompt")
@@ -198,14 +200,17 @@ class PictureEncoder:
 
         `positions`: the place of each token in its request.
         """
-        rows, parts = list[NDArray[np.int64]](), list[tuple[bytes, int, int]]()
+        rows = list[NDArray[np.int64]]()
+        parts = list[tuple[bytes, int, int]]()
         axes: NDArray[np.int64] | None = None
         key_end: NDArray[np.int32] | None = None
         first = 0
         for part in batch.scheduled:
-            prompt, last = self._prompts.get(part.request.id), first + part.num_tokens
+            prompt = self._prompts.get(part.request.id)
+            last = first + part.num_tokens
             if prompt is not None:
-                start, end = part.start, part.start + part.num_tokens
+                start = part.start
+                end = part.start + part.num_tokens
                 if prompt.positions is not None:
                     axes = np.tile(positions, (3, 1)) if axes is None else axes
                     axes[:, first:last] += prompt.delta
@@ -223,7 +228,8 @@ class PictureEncoder:
                         parts.append((content_hash, low, high))
             first = last
         if axes is not None and (axes == axes[0]).all():
-            positions, axes = axes[0], None
+            positions = axes[0]
+            axes = None
         if not parts and axes is None and not any(batch.encoder):
             return positions, None
         flat = np.concatenate(rows) if rows else np.zeros(0, np.int64)
@@ -255,12 +261,12 @@ class PictureEncoder:
 
         Where memory is short, each item is tried once more, alone.
         """
-        for batch in batches_of(items, self.most_rows):
+        for batch in batches_of(items, self.most_embedding_tokens):
             try:
                 self._keep(batch)
                 continue
             except Exception as error:  # the encoder may raise anything at tensors that are not its own
-                failure = error.with_traceback(None)  # whose frames hold the memory of the call
+                failure = error.with_traceback(None)  # its frames hold the memory of the call
             if is_passing(failure) and self._parameter.is_cuda:
                 torch.cuda.empty_cache()
             for item in batch:
@@ -269,12 +275,12 @@ class PictureEncoder:
                         raise failure
                     self._keep([item])
                 except Exception as error:
-                    self._embeddings[item.content_hash] = self._zeros(item.num_rows)
+                    self._embeddings[item.content_hash] = self._zeros(item.num_embedding_tokens)
                     self._failed[item.content_hash] = item_failure(error)
 
     def _keep(self, batch: Sequence[Item]) -> None:
         embeddings = self.features(batch)
-        wanted = [item.num_rows for item in batch]
+        wanted = [item.num_embedding_tokens for item in batch]
         if embeddings.shape[1] != sum(wanted):
             raise ValueError(f"the encoder made {embeddings.shape[1]} rows for {sum(wanted)} placeholders")
         for item, own in zip(batch, torch.split(embeddings, wanted, 1), strict=True):
@@ -291,7 +297,7 @@ class PictureEncoder:
         """Encode items that may be in memory already, keep nothing, and return the seconds that this took."""
 
         def encode() -> None:
-            for batch in batches_of(items, self.most_rows):
+            for batch in batches_of(items, self.most_embedding_tokens):
                 self.features(batch)
 
         return timed(self._parameter.device, self.clock, encode)()
@@ -300,9 +306,11 @@ class PictureEncoder:
 
     def example(self, size: int) -> Item:
         """Return an item of noise, to measure with. A larger `size` is a larger picture, if the model has several."""
-        vision, family = self.config.vision_config, self.family
+        vision = self.config.vision_config
+        family = self.family
         channels = getattr(vision, "in_channels", getattr(vision, "num_channels", 3))
-        generator, grid = np.random.default_rng(size), None
+        generator = np.random.default_rng(size)
+        grid = None
         if family.pixels == "patches":
             merged = vision.spatial_merge_size
             grid = np.array([[1, size * merged, size * merged]])
@@ -325,3 +333,25 @@ class PictureEncoder:
             tensors["image_sizes"] = np.array([shape[-2:]])
         rows = self.features([Item(0, 1, 1, "image", b"", tensors)]).shape[1]
         return Item(0, rows, rows, "image", size.to_bytes(16, "little"), tensors)
+
+
+def add_after(layers: Sequence[nn.Module]) -> None:
+    """Add the step's embeddings `[1 + l]` to the output of each of `layers`, numbered l from 0, in every forward pass.
+
+    A layer of another pipeline stage is a placeholder without weights. It stays as it is.
+    """
+    for layer, module in enumerate(layers):
+        if any(True for _ in module.parameters()):
+            # Before all other hooks: one of them leaves a pipeline stage after its last layer.
+            module.register_forward_hook(partial(_add, layer), prepend=True)
+
+
+def _add(layer: int, module: nn.Module, args: object, output: Tensor) -> Tensor | None:
+    """Add the embeddings of items that belong behind a layer to its output [1, T, E]."""
+    context = context_or_none()
+    pictures = context.pictures if context is not None else None
+    if pictures is None or not len(pictures.rows):
+        return None
+    output = output.clone()
+    output[0, pictures.rows] += pictures.embeddings[1 + layer]
+    return output

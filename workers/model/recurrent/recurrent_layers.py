@@ -29,7 +29,7 @@ def keep_states_in_pages(
     """Replace the forward of every module that keeps a recurrent state. Returns where a request's states lie.
 
     `compute` runs two tokens through `module` with the given cache, which attention must fill as well. `config` is
-    the decoder's, of which `module` has `layers`. Collective: every rank of a gang must call it.
+    the decoder's, of which `module` has `layers`. Collective: every rank of a worker group must call it.
 
     Raises:
         NotRecurrentError: some states are kept elsewhere; the model is unchanged.

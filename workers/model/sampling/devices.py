@@ -49,7 +49,8 @@ class HostCopy:
     """Tensors of a device on their way to the host, which does other work meanwhile."""
 
     def __init__(self, *tensors: Tensor) -> None:
-        self._tensors, self._event = tensors, None
+        self._tensors = tensors
+        self._event = None
         if any(tensor.device.type == "cuda" for tensor in tensors):
             self._tensors = tuple(torch.empty_like(each, device="cpu", pin_memory=True) for each in tensors)
             for mine, theirs in zip(self._tensors, tensors, strict=True):

@@ -13,6 +13,9 @@ from torch import Tensor
 from crossdock.workers.model.sampling.devices import copy_to
 from crossdock.workers.model.sampling.row import SampleRow
 
+# A smaller repetition penalty would make an infinity of a logit, which is the sign of damaged weights.
+_LEAST_PENALTY = 1e-30
+
 
 def edited_scores(
     logits: Tensor, rows: Sequence[SampleRow], copy: bool = False, previous_tokens: Tensor | None = None
@@ -63,7 +66,10 @@ def _penalize(
         on_device = on_device.with_last(copy_to(device, torch.tensor(unread)), previous_tokens, len(penalised))
     params = [rows[i].params for i in penalised]
     factors = copy_to(
-        device, torch.tensor([[p.repetition_penalty, p.frequency_penalty, p.presence_penalty] for p in params])
+        device,
+        torch.tensor(
+            [[max(p.repetition_penalty, _LEAST_PENALTY), p.frequency_penalty, p.presence_penalty] for p in params]
+        ),
     )
     repetition, frequency, presence = factors[on_device.which].unbind(-1)
     at = copy_to(device, torch.tensor(penalised))[on_device.which], on_device.ids
@@ -87,7 +93,8 @@ class _Used:
 
         A drawn token below 0 counts as 0: the host draws it again, and this row's token is void.
         """
-        rows, last = unread[:, 0], previous_tokens[unread[:, 1]].clamp(min=0)
+        rows = unread[:, 0]
+        last = previous_tokens[unread[:, 1]].clamp(min=0)
         last_of = self.ids.new_full((num_rows,), -1).index_copy_(0, rows, last)
         again = self.ids == last_of[self.which]  # one of each row at most, so that the sum below is exact
         before = self.counts.new_zeros(num_rows).index_add_(0, self.which, self.counts * again)

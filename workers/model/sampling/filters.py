@@ -61,7 +61,8 @@ def kept_floor(head: Tensor, sums: Tensor, cuts: TailCuts, is_all: bool) -> tupl
     `row_sums`. Equal scores are kept or cut together: which of them a sort puts first is an accident.
     """
     width = head.shape[-1]
-    peak, last = head[:, :1], head[:, -1:]
+    peak = head[:, :1]
+    last = head[:, -1:]
     floor = peak + cuts.log_min_p
     kth = head.gather(-1, cuts.top_k.clamp(max=width) - 1)
     floor = torch.where(cuts.top_k <= width, torch.maximum(floor, kth), floor)

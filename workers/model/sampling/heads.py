@@ -28,7 +28,8 @@ def cut_head(
 
     A row looks at as much of its head as its own kept set needs, so that its token never depends on other rows.
     """
-    cuts, sums = TailCuts.of(rows, scores.device), row_sums(scores, rows, temperatures)
+    cuts = TailCuts.of(rows, scores.device)
+    sums = row_sums(scores, rows, temperatures)
     is_all = width == scores.shape[-1]
     head, ids = scores.sort(descending=True) if is_all else scores.topk(width)
     head = head / temperatures

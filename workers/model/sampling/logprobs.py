@@ -8,8 +8,8 @@ from torch import Tensor
 from crossdock.workers.model.sampling.devices import HostCopy, copy_to, log_softmax
 from crossdock.workers.model.sampling.heads import kept_scores
 from crossdock.workers.model.sampling.row import SampleRow
-from crossdock.workers.schedule.request import TokenLogprobs
-from crossdock.workers.schedule.submission import LogprobsMode
+from crossdock.workers.schedule.request.request import TokenLogprobs
+from crossdock.workers.schedule.request.submission import LogprobsMode
 
 LOGITS_AT_ONCE = 1 << 22  # logits held as float32 at once while a prompt is scored: 16 MiB
 
@@ -84,7 +84,7 @@ class SampledLogprobs:
     def read(self, token_ids: Sequence[int] | None = None) -> dict[int, TokenLogprobs]:
         """Wait for the device; return the answers by row. `token_ids` [N]: the tokens, if some were not known."""
         if token_ids is not None and self._asking:
-            self._groups = self._begin(torch.tensor([token_ids[i] for i in self._asking]), None)
+            self._groups = self._begin(torch.tensor([max(token_ids[i], 0) for i in self._asking]), None)
         return {i: answer for group, found in self._groups for i, answer in zip(group, found.read(), strict=True)}
 
     def _begin(self, token_ids: Tensor, previous_tokens: Tensor | None) -> list[tuple[list[int], PendingLogprobs]]:
@@ -94,11 +94,13 @@ class SampledLogprobs:
             params = self._rows[i].params
             wish = params.logprobs_mode, params.logprobs or 0, params.logprob_token_ids
             by_wish.setdefault(wish, []).append(place)
-        begun, at_once = [], max(1, LOGITS_AT_ONCE // self._logits.shape[-1])
+        begun = []
+        at_once = max(1, LOGITS_AT_ONCE // self._logits.shape[-1])
         for (mode, top_n, listed_ids), group in by_wish.items():
             for some in (group[start : start + at_once] for start in range(0, len(group), at_once)):
                 at = torch.tensor(some)
-                scores, own = self._logits[copy_to(self._logits.device, at)], [self._asking[place] for place in some]
+                scores = self._logits[copy_to(self._logits.device, at)]
+                own = [self._asking[place] for place in some]
                 if mode.startswith("processed"):
                     scores = kept_scores(scores, [self._rows[i] for i in own], previous_tokens)
                 chosen = token_ids[copy_to(token_ids.device, at)]

@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from crossdock.workers.model.sampling.devices import copy_to
-from crossdock.workers.schedule.submission import SamplingParams
+from crossdock.workers.schedule.request.submission import SamplingParams
 
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as in vLLM: the division would overflow soon after
 

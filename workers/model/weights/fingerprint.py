@@ -50,7 +50,8 @@ def fingerprint(path: Path) -> str:
 def _digest_of(file: Path) -> str:
     digest = hashlib.blake2b(digest_size=16)
     with file.open("rb", buffering=0) as content:
-        descriptor, size = content.fileno(), os.fstat(content.fileno()).st_size
+        descriptor = content.fileno()
+        size = os.fstat(content.fileno()).st_size
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_RANDOM)  # else the kernel reads far more than is asked for
         header, begin = _header(descriptor, size)
         digest.update(header)

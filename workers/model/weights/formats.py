@@ -44,7 +44,7 @@ class PlainWeights:
     """Weights as a checkpoint has them: in the dtype of the activations, or packed."""
 
     name = "null"  # the value of the setting `quantization` that asks for the format
-    kernel: Kernel | None = None  # that computes all products; None: whichever is fastest
+    kernel: Kernel | None = None  # the kernel of all products; None: the fastest
     tolerance: float | None = None  # the error of logits, in norm, that it may cause; None: no more than rounding
     is_cut = True  # whether ranks can divide such weights
 
@@ -84,7 +84,7 @@ class PlainWeights:
 class Int8Weights(PlainWeights):
     """8-bit integers with a scale for each output of a product, made from plain weights when the layers are fused.
 
-    Our own kernels compute them on CPUs, for replicas of one rank.
+    Our native kernels compute them on CPUs, for replicas of one rank.
     """
 
     name = "int8"

@@ -9,6 +9,9 @@ from types import MappingProxyType
 from typing import Any
 from unittest.mock import patch
 
+from crossdock.workers.model.weights.gguf_keys import Metadata
+from crossdock.workers.model.weights.gguf_tokenizer import save_tokenizer
+
 # The model card says 0.2; a GGUF has no such field. These weights were quantised once: even at 0.1 they begin the
 # answer to "What is the capital of France?" with nonsense in three cases of ten.
 _SAMPLING = {"do_sample": False, "temperature": 0.0}
@@ -19,7 +22,7 @@ def convert_gguf(gguf: Path, target: Path) -> None:
     import torch
     from transformers import AutoModelForCausalLM, GgufConfig
 
-    with converting(gguf):
+    with converting(gguf) as reader:
         model = AutoModelForCausalLM.from_pretrained(
             gguf.parent, gguf_file=gguf.name, dtype=torch.bfloat16, quantization_config=GgufConfig(dequantize=True)
         )
@@ -30,24 +33,11 @@ def convert_gguf(gguf: Path, target: Path) -> None:
             del model.config.quantization_config
         model.config.rms_norm_eps = 1e-5  # a float32 in GGUF
         model.save_pretrained(target)
-        save_tokenizer(gguf, target, "smollm", model.config.max_position_embeddings)
+        metadata = Metadata(gguf, reader.fields)
+        save_tokenizer(gguf, target, metadata, model.config.max_position_embeddings)
     # a name from the GGUF that is neither path nor hub name
     _edit(target / "config.json", drop=("_name_or_path", "_model_name_or_path"))
     _edit(target / "generation_config.json", add=_SAMPLING)  # transformers saves no temperature of 0
-
-
-def save_tokenizer(gguf: Path, target: Path, pre_tokenizer: str, max_length: int) -> None:
-    """Write the tokenizer of a GGUF file, whose `pre_tokenizer` the file names without describing it."""
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    if pre_tokenizer == "smollm":  # transformers falls back to GPT-2's, which joins spaces differently before digits
-        tokenizer.backend_tokenizer.pre_tokenizer = Sequence(
-            [Digits(individual_digits=True), ByteLevel(add_prefix_space=False, use_regex=True)]
-        )
-    tokenizer.model_max_length = max_length
-    tokenizer.save_pretrained(target)
 
 
 def _edit(path: Path, add: Mapping[str, Any] = MappingProxyType({}), drop: Sequence[str] = ()) -> None:
@@ -80,7 +70,8 @@ def converting(file: Path) -> Iterator[Any]:
 
     reader = cache(Reader)
     modeling_gguf_pytorch_utils.tqdm = logging.tqdm  # the tqdm imported there ignores transformers' switch
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    verbosity = logging.get_verbosity()
+    bars = logging.is_progress_bar_enabled()
     logging.set_verbosity_error()
     logging.disable_progress_bar()
     once: dict[str, Any] = {

@@ -64,7 +64,8 @@ def _q5_k(blocks: Bytes) -> Codes:
 
 
 def _q6_k(blocks: Bytes) -> Codes:
-    leading, shape = blocks.shape[:2], np.array([0, 2, 4, 6], np.uint8)[:, None]
+    leading = blocks.shape[:2]
+    shape = np.array([0, 2, 4, 6], np.uint8)[:, None]
     low = blocks[..., :128].reshape(*leading, 2, 1, 64) >> np.array([0, 4], np.uint8)[:, None] & 15
     high = blocks[..., 128:192].reshape(*leading, 2, 1, 32) >> shape & 3
     codes = low.reshape(*leading, 2, 4, 32) | high << 4
@@ -75,7 +76,9 @@ def _q6_k(blocks: Bytes) -> Codes:
 def _k_scales(blocks: Bytes) -> tuple[Numbers, Numbers]:
     """Return the scales and offsets [N, blocks, 8] of K-quants, from 6 bits each in 12 bytes."""
     packed = blocks[..., 4:16]
-    first, second, third = packed[..., :4], packed[..., 4:8], packed[..., 8:]
+    first = packed[..., :4]
+    second = packed[..., 4:8]
+    third = packed[..., 8:]
     scales = np.concatenate([first & 63, third & 15 | first >> 6 << 4], -1)
     least = np.concatenate([second & 63, third >> 4 | second >> 6 << 4], -1)
     return _half(blocks[..., :2]) * scales, -_half(blocks[..., 2:4]) * least

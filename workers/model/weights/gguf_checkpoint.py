@@ -1,6 +1,7 @@
 """A GGUF file as a Hugging Face directory whose matrices stay packed."""
 
 import json
+import logging
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
@@ -13,22 +14,27 @@ from gguf import GGUFReader
 from gguf.quants import dequantize
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoModelForCausalLM
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-from crossdock.workers.model.weights.gguf import converting, save_tokenizer
+from crossdock.workers.model.weights.gguf import converting
 from crossdock.workers.model.weights.gguf_blocks import BLOCK_TYPES, Codes
+from crossdock.workers.model.weights.gguf_config import as_written, config_of
+from crossdock.workers.model.weights.gguf_keys import TENSORS, Metadata, pattern_of
+from crossdock.workers.model.weights.gguf_tokenizer import NO_TOKENIZER, save_tokenizer, tokenizer_fault
 from crossdock.workers.model.weights.untrusted import check_gguf, naming
+
+logger = logging.getLogger(__name__)
 
 _FLOATS = ("F32", "F16", "BF16")
 _SHARD_BYTES = 2 << 30
 Forms = dict[tuple[str, int, bool], list[str]]  # (kind, group, has offsets): modules, with wildcards for experts
 
 _EXPERTS = re.compile(r"blk\.(\d+)\.ffn_(gate|up|down)_exps\.weight")
-_SIZES = {"expert_feed_forward_length": "moe_intermediate_size"}
-_SIZES |= {"expert_shared_feed_forward_length": "shared_expert_intermediate_size"}
 _WITH_EXPERTS = ("qwen2moe", "qwen3moe")
-"""Architectures whose experts are read, [E, N, K] in one tensor. `_SIZES` are sizes that transformers leaves out."""
+"""Architectures whose experts are read, [E, N, K] in one tensor."""
+_SAMPLING = {"temp": "temperature", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p"}
+_SAMPLING |= {"penalty_repeat": "repetition_penalty"}
 
 
 def pack_gguf(gguf: Path, target: Path) -> None:
@@ -44,7 +50,8 @@ def pack_gguf(gguf: Path, target: Path) -> None:
 
 
 def _pack(gguf: Path, reader: GGUFReader, target: Path) -> None:
-    architecture = reader.fields["general.architecture"].contents()
+    metadata = Metadata(gguf, reader.fields)
+    architecture = metadata.architecture
     if architecture == "clip":
         raise ValueError(f"model {gguf} is an encoder of pictures (mmproj); serve the safetensors form of the model")
     if (parts := reader.fields.get("split.count")) is not None and parts.contents() > 1:
@@ -52,23 +59,22 @@ def _pack(gguf: Path, reader: GGUFReader, target: Path) -> None:
             f"model {gguf} is one of {parts.contents()} files of a model; join them with llama.cpp's llama-gguf-split "
             f"--merge, and serve the one file"
         )
-    names = {tensor.name for tensor in reader.tensors}
     _refuse_unread(gguf, reader, architecture in _WITH_EXPERTS)
-    target.mkdir()
-    config: Any = AutoConfig.from_pretrained(gguf.parent, gguf_file=gguf.name)
-    config.update({"tie_word_embeddings": "output.weight" not in names, "dtype": "bfloat16"})
-    if (eps := getattr(config, "rms_norm_eps", None)) is not None:
-        config.update({"rms_norm_eps": float(f"{eps:.6g}")})  # a float32 in GGUF
-    for key, name in _SIZES.items():
-        if (size := reader.fields.get(f"{architecture}.{key}")) is not None:
-            config.update({name: size.contents()})
-    pre_tokenizer = reader.fields.get("tokenizer.ggml.pre")
-    name = "" if pre_tokenizer is None else pre_tokenizer.contents()
-    save_tokenizer(gguf, target, name, config.max_position_embeddings)
+    config: Any = config_of(metadata, {tensor.name: tensor for tensor in reader.tensors})
+    config.update({"dtype": "bfloat16"})
+    sampling = _sampling(metadata)
+    why_no_tokenizer = tokenizer_fault(metadata)
+    metadata.check_rest()
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     processor = TENSOR_PROCESSORS.get(architecture, TensorProcessor)(config=config.to_dict())
     places = get_gguf_hf_weights_map(model, processor)
+    _check_places(gguf, reader, places, architecture in _WITH_EXPERTS)
+    target.mkdir()
+    if why_no_tokenizer:
+        (target / NO_TOKENIZER).write_text(f"model {gguf}: {why_no_tokenizer}")
+    else:
+        save_tokenizer(gguf, target, metadata, config.max_position_embeddings)
     forms: Forms = defaultdict(list)
     _save_shards(target, _tensors(reader, processor, places, forms))
     listed = [
@@ -80,6 +86,30 @@ def _pack(gguf: Path, reader: GGUFReader, target: Path) -> None:
     values |= {"quantization_config": {"quant_method": "gguf", "forms": listed}}
     values["architectures"] = [type(model).__name__]
     (target / "config.json").write_text(json.dumps(values, indent=2, default=str) + "\n")
+    if sampling:
+        (target / "generation_config.json").write_text(json.dumps(sampling, indent=2) + "\n")
+
+
+def _sampling(metadata: Metadata) -> dict[str, Any]:
+    """Return the sampling that a file recommends, as a generation_config.json."""
+    found = {name: metadata.take(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    if others := metadata.names("general.sampling.*"):
+        logger.warning("not read of the sampling that the file recommends: %s", ", ".join(sorted(others)))
+    given = {name: value for name, value in found.items() if value is not None}
+    return {name: as_written(value) if isinstance(value, float) else value for name, value in given.items()}
+
+
+def _check_places(gguf: Path, reader: GGUFReader, places: Mapping[str, str], has_experts: bool) -> None:
+    """Check that each tensor has a place, or is known. ValueError: one has not; the message names the tensor."""
+    for tensor in reader.tensors:
+        if tensor.name in places or pattern_of(TENSORS, tensor.name):
+            continue
+        if has_experts and _EXPERTS.fullmatch(tensor.name):
+            continue
+        raise ValueError(
+            f"model {gguf}: the tensor {tensor.name} is not known, and may change what the model computes; serve a "
+            f"safetensors form of the model"
+        )
 
 
 def _refuse_unread(gguf: Path, reader: GGUFReader, has_experts: bool) -> None:
@@ -105,15 +135,17 @@ def _tensors(
         if experts := _EXPERTS.fullmatch(tensor.name):
             yield from _experts(tensor, f"model.layers.{experts[1]}.mlp.experts", experts[2], forms)
             continue
-        if tensor.name not in places:  # such as frequencies of positions
+        if tensor.name not in places:  # read with the configuration, or without effect: `_check_places`
             continue
-        name, kind = places[tensor.name], tensor.tensor_type.name
+        name = places[tensor.name]
+        kind = tensor.tensor_type.name
         if kind in _FLOATS or len(tensor.shape) < 2:
             weights = dequantize(tensor.data, tensor.tensor_type)
             yield name, _floats(processor.process(weights=weights, name=tensor.name).weights)
             continue
         block = BLOCK_TYPES[kind]
-        rows, columns = len(tensor.data), int(tensor.shape[0])
+        rows = len(tensor.data)
+        columns = int(tensor.shape[0])
         order = processor.process(weights=np.arange(rows)[:, None], name=tensor.name).weights[:, 0]
         if sorted(order) != list(range(rows)):
             raise ValueError(

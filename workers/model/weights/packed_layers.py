@@ -44,7 +44,9 @@ class PackedExperts(nn.Module):
     def __init__(self, experts: Sequence[Sequence[PackedMatrix]], dtype: torch.dtype, is_transposed: bool) -> None:
         """Store, for each expert, the matrices whose rows lie one after the other."""
         super().__init__()
-        self.experts, self.dtype, self._is_transposed = experts, dtype, is_transposed
+        self.experts = experts
+        self.dtype = dtype
+        self._is_transposed = is_transposed
         self.stacked: ExpertCodes | None = None  # see `stack`
 
     def stack(self) -> None:
@@ -74,7 +76,8 @@ def can_be_packed(model: Any, name: str) -> bool:
     and the up-projections of latents, which are read by other code than the linear's own.
     """
     path, _, attribute = name.rpartition(".")
-    module, owner = model.get_submodule(path), model.get_submodule(path.rpartition(".")[0])
+    module = model.get_submodule(path)
+    owner = model.get_submodule(path.rpartition(".")[0])
     tied = model.all_tied_weights_keys
     if type(module) is nn.Linear:
         is_up_projection = hasattr(owner, "expand_kv") and path.endswith(".kv_b_proj")
@@ -111,7 +114,10 @@ def part_of(
     if kept is None:
         return matrix
     dims = {None: (0, 1), False: (None, 0, 1), True: (None, 1, 0)}[is_transposed]
-    dim, ranges, parts, first = dims[kept.dim], kept.ranges, [], 0
+    dim = dims[kept.dim]
+    ranges = kept.ranges
+    parts = []
+    first = 0
     if dim is None:
         raise CannotCut(f"{name}: its packed experts cannot be divided among ranks")
     if sum(each.whole for each in ranges) != matrix.shape[dim]:
@@ -201,7 +207,8 @@ def _moved(matrix: _Codes, fn: Callable[[Tensor], Tensor]) -> _Codes:
 
 def _without_bytes(form: PackedForm, rows: int, columns: int) -> PackedMatrix:
     """Return a matrix of a form on the meta device."""
-    group, block_rows = form.group or columns, form.block_rows or rows
+    group = form.group or columns
+    block_rows = form.block_rows or rows
     grid = torch.empty(-(-rows // block_rows), -(-columns // group), device="meta")
     grid = grid.bfloat16() if form.scale_bytes == 2 else grid
     dtype = {"int8": torch.int8, "e4m3": torch.float8_e4m3fn}.get(form.kind, torch.uint8)

@@ -1,13 +1,13 @@
 """How the weights of a checkpoint are stored, as its files say: a scheme that is read here, or a refusal. No torch."""
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from crossdock.kernels.options import CHECKPOINT_METHODS, CodeKind
-from crossdock.workers.model.weights.untrusted import check_pattern, read_config_file, read_json
+from crossdock.workers.model.weights.patterns import NamePattern, Steps
+from crossdock.workers.model.weights.untrusted import read_config_file, read_json
 
 
 class PackedForm(NamedTuple):
@@ -35,7 +35,7 @@ class Rule(NamedTuple):
     """The linears that are packed in one form."""
 
     form: PackedForm
-    targets: tuple[str, ...] = ("Linear",)  # class, names, or `re:` with a pattern
+    targets: tuple[str | NamePattern, ...] = ("Linear",)  # class, names, or patterns, in files `re:` with a pattern
 
 
 class Scheme(NamedTuple):
@@ -43,7 +43,7 @@ class Scheme(NamedTuple):
 
     method: str | None  # `quant_method` in the configuration; None: plain floats
     rules: tuple[Rule, ...] = ()
-    ignored: tuple[str, ...] = ()  # linears in plain floats: names, parts of names, wildcards, or `re:` with a pattern
+    ignored: tuple[str | NamePattern, ...] = ()  # linears in plain floats: names, parts of names, wildcards, patterns
 
     def form_of(self, name: str) -> PackedForm | None:
         """Return the form of the linear `name` of a checkpoint; None: its weight is plain."""
@@ -144,6 +144,7 @@ def quantisation(config: Mapping[str, Any]) -> Any:
 
 KEYS = ("quantization_config", "compression_config")
 _MOST_NAMES = 1 << 13  # of modules, in one configuration
+_MOST_STEPS = 1 << 26  # of all patterns of one configuration; 20,000 linears take 40 each of an ordinary pattern
 
 
 def _checked(scheme: Scheme) -> Scheme:
@@ -151,24 +152,27 @@ def _checked(scheme: Scheme) -> Scheme:
     names = [*(target for rule in scheme.rules for target in rule.targets), *scheme.ignored]
     if len(names) > _MOST_NAMES or not all(isinstance(name, str) for name in names):
         raise _NotReadError(f"names of modules are texts, at most {_MOST_NAMES}")
-    for name in names:
-        if name.startswith("re:"):
-            check_pattern(name[3:])
     for form in (rule.form for rule in scheme.rules):
         for size in (form.group, form.block_rows):
             if size is not None and (type(size) is not int or not 0 < size < 1 << 31):
                 raise _NotReadError(f"groups and blocks of {size!r:.50} are none")
-    return scheme
+    steps = Steps(_MOST_STEPS)
+
+    def read(found: Sequence[Any]) -> tuple[str | NamePattern, ...]:
+        return tuple(NamePattern(each[3:], steps) if each.startswith("re:") else each for each in found)
+
+    rules = tuple(rule._replace(targets=read(rule.targets)) for rule in scheme.rules)
+    return scheme._replace(rules=rules, ignored=read(scheme.ignored))
 
 
 class _NotReadError(ValueError):
     """A form of a known method that is not read; the message names it."""
 
 
-def _names(pattern: str, name: str) -> bool:
+def _names(pattern: str | NamePattern, name: str) -> bool:
     """Report whether a pattern of a configuration means the linear `name`, or a module that holds it."""
-    if pattern.startswith("re:"):
-        return re.match(pattern[3:], name) is not None
+    if isinstance(pattern, NamePattern):
+        return pattern.begins(name)
     if any(each in pattern for each in "*?["):
         return fnmatchcase(name, pattern) or fnmatchcase(name, f"{pattern}.*")
     return f".{pattern}." in f".{name}."
@@ -193,7 +197,8 @@ def _mxfp4(found: Mapping[str, Any]) -> Scheme:
 
 
 def _awq(found: Mapping[str, Any]) -> Scheme:
-    bits, version = found.get("bits", found.get("w_bit", 4)), str(found.get("version", "gemm")).lower()
+    bits = found.get("bits", found.get("w_bit", 4))
+    version = str(found.get("version", "gemm")).lower()
     if bits != 4 or version != "gemm":
         raise _NotReadError(f"{bits} bits in version {version} are not read, only 4 bits in version gemm")
     group = found.get("group_size", found.get("q_group_size", 128))
@@ -202,12 +207,15 @@ def _awq(found: Mapping[str, Any]) -> Scheme:
 
 
 def _gptq(found: Mapping[str, Any]) -> Scheme:
-    bits, group, version = found["bits"], found.get("group_size", 128), found.get("checkpoint_format", "gptq")
+    bits = found["bits"]
+    group = found.get("group_size", 128)
+    version = found.get("checkpoint_format", "gptq")
     if bits not in (4, 8) or version not in ("gptq", "gptq_v2"):
         raise _NotReadError(f"{bits} bits in checkpoint_format {version} are not read, only 4 and 8 in gptq or gptq_v2")
     if positive := [name for name in found.get("dynamic") or {} if not name.startswith("-")]:
         raise _NotReadError(f"dynamic: settings for single layers ({positive[0]}) are not read")
-    has_offsets, has_order = not found.get("sym", False), bool(found.get("desc_act", False))
+    has_offsets = not found.get("sym", False)
+    has_order = bool(found.get("desc_act", False))
     form = PackedForm(
         version, "int4" if bits == 4 else "int8", None if group == -1 else group, 1, has_offsets, has_order
     )
@@ -264,7 +272,9 @@ def _compressed_tensors(found: Mapping[str, Any]) -> Scheme:
 
 def _compressed_form(layout: str | None, weights: Mapping[str, Any]) -> PackedForm:
     """Return the form of one group of compressed-tensors. Activations stay as they are, which costs no accuracy."""
-    bits, kind, strategy = weights["num_bits"], weights["type"], weights.get("strategy") or "tensor"
+    bits = weights["num_bits"]
+    kind = weights["type"]
+    strategy = weights.get("strategy") or "tensor"
     blocks = tuple(weights.get("block_structure") or ())
     group, rows = {
         "tensor": (None, None),
@@ -273,7 +283,8 @@ def _compressed_form(layout: str | None, weights: Mapping[str, Any]) -> PackedFo
         "tensor_group": (weights.get("group_size"), 1),
         "block": (blocks or (None, None))[::-1],
     }.get(strategy, (0, 0))
-    has_offsets, has_order = not weights.get("symmetric", True), weights.get("actorder") in ("group", True)
+    has_offsets = not weights.get("symmetric", True)
+    has_order = weights.get("actorder") in ("group", True)
     kinds: Mapping[str, Mapping[tuple[Any, Any], CodeKind]] = {
         "pack-quantized": {(4, "int"): "int4", (8, "int"): "int8"},
         "int-quantized": {(8, "int"): "int8"},

@@ -59,7 +59,9 @@ class PackedTensor(StoredTensor):
 
     def __init__(self, form: PackedForm, pieces: Mapping[str, StoredTensor]) -> None:
         codes = pieces["codes"]
-        self.form, self.pieces, self._layout = form, pieces, LAYOUTS[form.layout]
+        self.form = form
+        self.pieces = pieces
+        self._layout = LAYOUTS[form.layout]
         shape = self._layout.shape(form, codes.shape)
         if (state := pieces.get("state")) is not None:  # of codes in one line
             if prod(state.shape) > MOST_STATE_BYTES:
@@ -98,7 +100,9 @@ class PackedTensor(StoredTensor):
 
 class _Dequantised:
     def __init__(self, tensor: PackedTensor, files: Files, dtype: torch.dtype) -> None:
-        self._tensor, self._files, self._dtype = tensor, files, dtype
+        self._tensor = tensor
+        self._files = files
+        self._dtype = dtype
 
     def __getitem__(self, key: Any) -> Tensor:
         found = [matrix.dequantise(self._dtype) for matrix in self._tensor.matrices(self._files)]

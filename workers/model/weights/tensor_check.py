@@ -64,7 +64,8 @@ class NamedTensors:
         found: dict[str, list[tuple[int, int, PackedTensor]]] = defaultdict(list)
         others = set()
         for key, name, pattern in self.places():
-            tensor, number = self.stored[key], self._number_of(pattern)
+            tensor = self.stored[key]
+            number = self._number_of(pattern)
             expert = int((re.findall(r"\.(\d+)\.", key) or ["0"])[-1])
             if isinstance(tensor, PackedTensor) and number >= 0:
                 found[name].append((expert, number, tensor))
@@ -93,7 +94,8 @@ class NamedTensors:
         for key, name, _ in self.places():
             if name not in self._held:
                 continue
-            dtype, needs_floats = self.stored[key].dtype, self._held[name].is_floating_point()
+            dtype = self.stored[key].dtype
+            needs_floats = self._held[name].is_floating_point()
             if (dtype in FLOATS) != needs_floats:
                 yield f"{key} ({dtype}, expected {'floats' if needs_floats else 'integers'})"
 
@@ -159,7 +161,8 @@ def _is_harmless(name: str, config: PretrainedConfig) -> bool:
         return True
     if re.search(r"(^|\.)mtp\.|\.attn\.masked_bias$|^h\.\d+\.attn\.bias$|^transformer\.h\.\d+\.attn\.bias$", name):
         return True
-    decoder, layer = config.get_text_config(decoder=True), re.search(r"\blayers\.(\d+)\.", name)
+    decoder = config.get_text_config(decoder=True)
+    layer = re.search(r"\blayers\.(\d+)\.", name)
     has_more_layers = bool(getattr(decoder, "num_nextn_predict_layers", 0))
     return has_more_layers and layer is not None and int(layer[1]) >= decoder.num_hidden_layers
 

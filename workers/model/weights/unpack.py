@@ -36,13 +36,19 @@ class Layout(NamedTuple):
 
 def _unpack_scaled(form: PackedForm, pieces: Pieces) -> PackedMatrix:
     """Return a matrix whose codes lie as they are used, with scales for the tensor, for rows, groups or blocks."""
-    codes, scales = pieces["codes"], _floats(pieces["scales"])
+    codes = pieces["codes"]
+    scales = _floats(pieces["scales"])
     rows, columns = codes.shape
-    group, block_rows = form.group or columns, form.block_rows or rows
+    group = form.group or columns
+    block_rows = form.block_rows or rows
     if scales.numel() == 1:
-        scales, group, block_rows = scales.reshape(1, 1), columns, rows
+        scales = scales.reshape(1, 1)
+        group = columns
+        block_rows = rows
     elif scales.numel() == rows and scales.dim() < 2:
-        scales, group, block_rows = scales.reshape(rows, 1), columns, 1
+        scales = scales.reshape(rows, 1)
+        group = columns
+        block_rows = 1
     offsets = None
     if (zeros := pieces.get("zeros")) is not None and zeros.any():
         offsets = -scales * zeros.float().reshape(scales.shape)
@@ -52,7 +58,8 @@ def _unpack_scaled(form: PackedForm, pieces: Pieces) -> PackedMatrix:
 def _unpack_words(form: PackedForm, pieces: Pieces) -> PackedMatrix:
     """Return a matrix of compressed-tensors whose codes lie in words of 32 bits along its columns."""
     codes = _from_words(form, pieces["codes"])
-    rows, columns = codes.shape[0], codes.shape[1] * _per_byte(form)
+    rows = codes.shape[0]
+    columns = codes.shape[1] * _per_byte(form)
     if pieces["shape"].tolist() != [rows, columns]:
         raise ValueError(f"a weight {pieces['shape'].tolist()} whose rows do not end at a word is not read")
     scales = _floats(pieces["scales"]).reshape(rows, -1)
@@ -69,7 +76,8 @@ def _unpack_gptq(form: PackedForm, pieces: Pieces) -> PackedMatrix:
     In version 1 zero points are stored less 1.
     """
     codes = _from_words(form, pieces["codes"].T.contiguous())
-    rows, columns = codes.shape[0], codes.shape[1] * _per_byte(form)
+    rows = codes.shape[0]
+    columns = codes.shape[1] * _per_byte(form)
     zeros = _nibbles(pieces["zeros"], form)[:, :rows].T + (form.layout == "gptq")
     matrix = _with_zeros(form, codes, _floats(pieces["scales"]).T.contiguous(), zeros, form.group or columns)
     return _ordered(matrix, pieces.get("order"))
@@ -118,7 +126,8 @@ def _unpack_nf4(form: PackedForm, pieces: Pieces) -> PackedMatrix:
     `nested`: the scales are codes too, of a table `nested_table`, in blocks that have a scale in `nested` each.
     """
     state = nf4_state(pieces["state"], pieces["codes"].shape)
-    (rows, columns), block = state["shape"], state["blocksize"]
+    (rows, columns) = state["shape"]
+    block = state["blocksize"]
     if block != form.group or columns % block:
         raise ValueError(
             f"blocks of {block} in rows of {columns} columns are not read, only of {form.group}, in whole rows"
@@ -247,20 +256,29 @@ LAYOUTS: Mapping[str, Layout] = {
     ),
     "int-quantized": Layout(".weight", _I8, _of_codes, _unpack_scaled, {**_SCALES, **_ZEROS}, unused=_UNUSED),
     "pack-quantized": Layout(
-        *(".weight_packed", _I32, _of_words, _unpack_words),
+        ".weight_packed",
+        _I32,
+        _of_words,
+        _unpack_words,
         {**_SCALES, **_ZEROS, "shape": (".weight_shape",)},
         needed=("scales", "shape"),
         unused=_UNUSED,
     ),
     "nvfp4-pack-quantized": Layout(
-        *(".weight_packed", _U8, _of_bytes, _unpack_fp4),
+        ".weight_packed",
+        _U8,
+        _of_bytes,
+        _unpack_fp4,
         {**_SCALES, "divisor": (".weight_global_scale",)},
         needed=("scales", "divisor"),
         unused=_UNUSED,
     ),
     "mxfp4-pack-quantized": Layout(".weight_packed", _U8, _of_bytes, _unpack_fp4, _SCALES, unused=_UNUSED),
     "two scales of a weight": Layout(
-        *(".weight", _U8, _of_bytes, _unpack_fp4),
+        ".weight",
+        _U8,
+        _of_bytes,
+        _unpack_fp4,
         {**_SCALES, "factor": (".weight_scale_2",)},
         needed=("scales", "factor"),
         unused=_UNUSED,
@@ -269,11 +287,17 @@ LAYOUTS: Mapping[str, Layout] = {
     "gptq_v2": Layout(".qweight", _I32, _of_gptq, _unpack_gptq, _OF_GPTQ, needed=("scales", "zeros")),
     "awq": Layout(".qweight", _I32, _of_awq, _unpack_awq, {"scales": (".scales",), "zeros": (".qzeros",)}),
     "gguf": Layout(
-        *(".codes", frozenset({"I8", "U8"}), _of_bytes, _unpack_canonical),
+        ".codes",
+        frozenset({"I8", "U8"}),
+        _of_bytes,
+        _unpack_canonical,
         {"scales": (".scales",), "offsets": (".offsets",)},
     ),
     "nf4": Layout(
-        *(".weight", _U8, _of_line, _unpack_nf4),
+        ".weight",
+        _U8,
+        _of_line,
+        _unpack_nf4,
         {
             "scales": (".weight.absmax",),
             "state": (".weight.quant_state.bitsandbytes__nf4",),
@@ -283,6 +307,6 @@ LAYOUTS: Mapping[str, Layout] = {
         needed=("scales", "state"),
         unused=(".weight.quant_map",),
     ),
-    "blocks of experts": Layout(*("_blocks", _U8, _of_experts, _unpack_fp4), {"scales": ("_scales",)}, weight=""),
+    "blocks of experts": Layout("_blocks", _U8, _of_experts, _unpack_fp4, {"scales": ("_scales",)}, weight=""),
 }
 """The layouts by the name that forms give."""

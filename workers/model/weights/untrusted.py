@@ -2,34 +2,85 @@
 
 import json
 import mmap
-import re
+import os
+import stat
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from io import BufferedReader
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 MOST_LAYERS = 4096
 _MOST_JSON_BYTES = 32 << 20  # the index of a model of 700 billion parameters has 9 MB
-_MOST_QUANTIFIERS = 4  # in a pattern of names; each may multiply the time by the length of a name
 _MOST_ELEMENTS = 1 << 22  # of all arrays in a GGUF file; a vocabulary of 262,144 tokens and its merges have 1.3 million
 _MOST_TENSORS = 1 << 17
 _MOST_DIMENSIONS = 4
-_STRING, _ARRAY = 8, 9  # GGUF's numbers of types
+_MOST_FILES = 1 << 14  # in a stranger's folder
+# GGUF's numbers of types.
+_STRING = 8
+_ARRAY = 9
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 
 
 def read_json(file: Path) -> dict[str, Any]:
     """Return the object in a JSON file. ValueError: it is too large, not JSON, or no object."""
-    if (size := file.stat().st_size) > _MOST_JSON_BYTES:
-        raise ValueError(f"{file} has {size} bytes; of JSON at most {_MOST_JSON_BYTES} are read")
+    with file.open("rb") as opened:
+        return json_of(opened, file)
+
+
+def read_json_if_any(file: Path) -> dict[str, Any]:
+    """Return the object in a JSON file as `read_json` does; empty: there is no such file."""
+    return read_json(file) if file.is_file() else {}
+
+
+def json_of(opened: BinaryIO, file: Path) -> dict[str, Any]:
+    """Return the object in an open JSON file. ValueError: it is too large, not JSON, or no object."""
+    content = opened.read(_MOST_JSON_BYTES + 1)
+    if len(content) > _MOST_JSON_BYTES:
+        raise ValueError(f"{file} has more than {_MOST_JSON_BYTES} bytes, which is too much for JSON")
     try:
-        found = json.loads(file.read_bytes())
+        found = json.loads(content)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{file} is not JSON: {error}") from None
     if not isinstance(found, dict):
         raise ValueError(f"{file} is not JSON of an object")
     return found
+
+
+def open_own(file: Path) -> BufferedReader:
+    """Open a file of a stranger's folder. The file that is open is looked at, not a name that may change.
+
+    Raises:
+        ValueError: the file is a link out of its folder. Links of a hub cache lead to its `blobs`, and are followed.
+        OSError: the file cannot be opened.
+    """
+    # Else an open of a pipe would wait for its writer.
+    number = os.open(file, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        if not stat.S_ISREG(os.fstat(number).st_mode):
+            raise ValueError(f"{file} is no file, but a folder, a pipe or a device")
+        _check_inside(Path(os.readlink(f"/proc/self/fd/{number}")), file)
+        return os.fdopen(number, "rb")
+    except BaseException:
+        os.close(number)
+        raise
+
+
+def check_links(folder: Path) -> None:
+    """Check the files of a stranger's folder, for a library that opens them by name. ValueError: one leads out."""
+    for number, file in enumerate(folder.iterdir()):
+        if number >= _MOST_FILES:
+            raise ValueError(f"{folder} has more than {_MOST_FILES} files")
+        _check_inside(file.resolve(), file)
+
+
+def _check_inside(found: Path, file: Path) -> None:
+    """Check where a file really is. ValueError: neither in its folder, nor in the blobs of a hub cache around that."""
+    folder = file.parent.resolve()
+    blobs = [folder.parent.parent / "blobs"] if folder.parent.name == "snapshots" else []
+    if not any(found.is_relative_to(each) for each in (folder, *blobs)):
+        raise ValueError(f"{file} is a link out of its folder, which is not followed: copy the file")
 
 
 def read_config_file(folder: Path) -> dict[str, Any]:
@@ -64,20 +115,6 @@ def check_index(folder: Path) -> None:
             raise ValueError(f"{file}: weight_map names {name:.200}, which is not there")
 
 
-def check_pattern(pattern: str) -> None:
-    """Check an expression that is matched with names of tensors. ValueError: it is none, or may take for ever."""
-    without_escapes = re.sub(r"\\.|\[[^\]]*\]", "x", pattern)
-    if len(re.findall(r"[*+?{]", without_escapes)) > _MOST_QUANTIFIERS or re.search(r"\)[*+?{]", without_escapes):
-        raise ValueError(
-            f"the pattern {pattern:.200} may take too long: groups may not repeat, and at most {_MOST_QUANTIFIERS} "
-            "characters may"
-        )
-    try:
-        re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise ValueError(f"the pattern {pattern:.200} is none: {error}") from None
-
-
 @contextmanager
 def naming(file: Path, *, kept: tuple[type[Exception], ...] = ()) -> Iterator[None]:
     """Turn each error of a library that reads `file` into a ValueError that names it, but for those `kept`."""
@@ -106,7 +143,9 @@ class _Head:
     """Walks through the head of a GGUF file. ValueError or struct.error: it goes on beyond its end."""
 
     def __init__(self, content: mmap.mmap) -> None:
-        self._content, self._at, self._num_elements = content, 0, 0
+        self._content = content
+        self._at = 0
+        self._num_elements = 0
 
     def check(self) -> None:
         magic, version, num_tensors, num_fields = self._next("4sIQQ")

@@ -68,7 +68,8 @@ def _error(
 def _sample(stored: StoredTensor, part: ModelPart | None, name: str) -> tuple[Tensor, Tensor, Tensor]:
     """Return some rows of a matrix, their places in the part of a rank, and the columns that the part has."""
     kept = None if part is None else part.slices.get(name)
-    rows, columns = torch.arange(stored.shape[0]), torch.arange(stored.shape[1])
+    rows = torch.arange(stored.shape[0])
+    columns = torch.arange(stored.shape[1])
     if kept is not None:
         rows = kept.read(rows[:, None], 2)[:, 0] if kept.dim == 0 else rows
         columns = kept.read(columns[None], 2)[0] if kept.dim == 1 else columns

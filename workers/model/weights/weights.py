@@ -30,6 +30,7 @@ from crossdock.workers.model.cut.part import ModelPart, TensorSlice
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
 from crossdock.workers.model.loaders.files import Files, open_files
 from crossdock.workers.model.loaders.objects import origin_of
+from crossdock.workers.model.weights.config_fields import check_fields
 from crossdock.workers.model.weights.heap import trim_heap
 from crossdock.workers.model.weights.packed_layers import PackedLinear, packed_bytes, part_of, put_forms
 from crossdock.workers.model.weights.scheme import (
@@ -61,11 +62,12 @@ def read_config(path: Path) -> PretrainedConfig:
     """Return the configuration of a Hugging Face directory, with what a file beside it says of a quantisation.
 
     Raises:
-        ValueError: transformers cannot read it; the message names the file.
+        ValueError: transformers cannot read it, or a field is neither read nor harmless; the message names the file.
     """
-    read_config_file(path)
+    found = read_config_file(path)
     with naming(path / "config.json", kept=(OSError,)):
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
+        check_fields(path / "config.json", found, config)
     if is_classifier(config):
         config.update({"tie_word_embeddings": True})  # a classifier has no output projection, and generates no text
     if quantisation(config.to_dict()) is None and (found := quantisation_at(path)) is not None:
@@ -102,7 +104,8 @@ def load_weights(
             named = check_tensors(auto_model(config), plain_config, path, dtype, scheme)
             is_read_by_transformers = load_format in ("auto", "safetensors") and origin_of(path) is None
             if cut is None and scheme is PLAIN and is_read_by_transformers:
-                module, part = _load_whole(config, path, **options), None
+                module = _load_whole(config, path, **options)
+                part = None
             else:
                 module, part = _load_cut(plain_config, path, cut or _whole, named, load_format, **options)
     except OSError as error:
@@ -147,7 +150,8 @@ def _load_cut(
         ValueError: the checkpoint lacks weights.
     """
     whole = auto_model(config)._model_mapping[type(config)]
-    packed, dtype = named.packed(), options["dtype"]
+    packed = named.packed()
+    dtype = options["dtype"]
     parts: list[ModelPart] = []
     put: list[str] = []
 
@@ -264,7 +268,10 @@ class _WeightSource:
     def __init__(
         self, source: Any, kept: TensorSlice | None, num_dims: int, transposed: tuple[int, int] | None = None
     ) -> None:
-        self._source, self._kept, self._num_dims, self._transposed = source, kept, num_dims, transposed
+        self._source = source
+        self._kept = kept
+        self._num_dims = num_dims
+        self._transposed = transposed
 
     def __getitem__(self, key: Any) -> Tensor:
         assert key is ...
@@ -293,7 +300,9 @@ def _slices(
     for key, name, pattern in named.places():
         if name not in held:
             continue
-        kept, source, transposed = part.slices.get(name), named.stored[key].opened(files, dtype), None
+        kept = part.slices.get(name)
+        source = named.stored[key].opened(files, dtype)
+        transposed = None
         if kept is not None and pattern is not None:
             for operation in operations[pattern]:
                 if isinstance(operation, Transpose) and operation.check_dims:

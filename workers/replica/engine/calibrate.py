@@ -8,17 +8,19 @@ from statistics import median
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.remembered_sweep import remembered_factor, remembered_sweep
 from crossdock.workers.report.profile import SchedulingProfile, TierSize
-from crossdock.workers.schedule.batch import NO_STATE, Batch, Scheduled, StatePages
 from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
-from crossdock.workers.schedule.request import Request
-from crossdock.workers.schedule.submission import InvalidField, SamplingParams, Submission
+from crossdock.workers.schedule.request.batch import NO_STATE, Batch, Scheduled, StatePages
+from crossdock.workers.schedule.request.request import Request
+from crossdock.workers.schedule.request.submission import InvalidField, SamplingParams, Submission
 
 _SWEPT_CHUNKS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096)
 _SWEPT_STREAMS = (1, 2, 4, 8, 16, 32, 64)
 _STREAMS_IN_CONTEXT = (1, 4, 16, 64)  # these also after longer contexts and beside a chunk
 _LONG_STEP = 0.1  # seconds
-_SPREAD, _REPEATED_S = 1.25, 0.3  # median of a step's seconds by the least, from which it is repeated; how long
+# Median of a step's seconds by the least, from which it is repeated; how long.
+_SPREAD = 1.25
+_REPEATED_S = 0.3
 _MOST_SCORED_FACTOR = 4.0  # more than this is the noise of a busy machine
 _SWEPT_PICTURES = ((2, 1), (8, 1), (8, 4), (16, 1), (24, 1))  # (size, number of pictures in a batch)
 _SWEPT_CONTEXT = 131_072  # tokens of all streams together
@@ -29,13 +31,14 @@ def warm_up(engine: Engine) -> SchedulingProfile:
 
     From then on the scheduler predicts. Returns the profile that the replica advertises.
     """
-    model, pages = engine.model, engine.pages
+    model = engine.model
+    pages = engine.pages
     prompt = [position % model.vocab_size for position in range(min(64, model.max_model_len - 4))]
     engine.add(Submission("warm-up", prompt, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)))
     while engine.has_work:
         engine.step()
     _run_whole_picture(engine)
-    pages.stock.clear_cache()
+    pages.block_pool.clear_cache()
 
     with model.pool.memory_paused():
         sweep = remembered_sweep(engine, lambda: _sweep(engine), lambda: _check(engine))
@@ -52,7 +55,7 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         kernels=model.kernels,
         cost=fit.cost,
         encoder_cost=engine.encoder_fit.cost if engine.encoder_fit is not None else None,
-        encoder_rows=engine.scheduler.encoding.capacity,
+        encoder_tokens=engine.scheduler.encoding.capacity,
         keeps_items_whole=engine.scheduler.encoding.keeps_items_whole,
         tiers=_tiers(engine),
         overrun=fit.overrun,
@@ -71,11 +74,13 @@ def _tiers(engine: Engine) -> tuple[TierSize, ...]:
 
 def _run_whole_picture(engine: Engine) -> None:
     """Run a picture whose rows see later rows, if the model has any: their chunks have a kernel variant on GPUs."""
-    encoder, config = engine.model.encoder, engine.model.config
+    encoder = engine.model.encoder
+    config = engine.model.config
     if encoder is None or not encoder.attends_both_ways:
         return
     item = encoder.example(2)
-    prompt, sampling = [config.image_token_id] * item.num_rows + [0], SamplingParams(max_tokens=1, temperature=0.0)
+    prompt = [config.image_token_id] * item.num_embedding_tokens + [0]
+    sampling = SamplingParams(max_tokens=1, temperature=0.0)
     with suppress(InvalidField):  # then requests with pictures are refused as well
         engine.add(Submission("warm-up", prompt, sampling, items=[item]))
     while engine.has_work:
@@ -99,7 +104,8 @@ def _sweep(engine: Engine) -> list[tuple[StepWork, float]]:
         while not seconds or (sum(seconds) < _REPEATED_S and median(seconds) > _SPREAD * min(seconds)):
             if (step := measure_step(engine, chunk, num_streams, context)) is None:
                 return 0.0
-            work, seconds = step[0], seconds + step[1]
+            work = step[0]
+            seconds = seconds + step[1]
         sweep.append((work, min(seconds)))
         return min(seconds)
 
@@ -134,8 +140,10 @@ def _sweep(engine: Engine) -> list[tuple[StepWork, float]]:
 
 def _check(engine: Engine) -> list[tuple[StepWork, float]]:
     """Return two steps of the sweep and their seconds, the best of three: a chunk, and decodes."""
-    config, longest = engine.config, min(engine.model.max_model_len, engine.pages.num_pages * engine.config.page_size)
-    chunk, streams = min(64, config.max_num_batched_tokens, longest), min(4, config.max_num_seqs)
+    config = engine.config
+    longest = min(engine.model.max_model_len, engine.pages.num_pages * engine.config.page_size)
+    chunk = min(64, config.max_num_batched_tokens, longest)
+    streams = min(4, config.max_num_seqs)
     steps = measure_step(engine, (0, chunk), 0, 0), measure_step(engine, None, streams, min(32, longest - 1))
     return [(step[0], min(step[1])) for step in steps if step is not None]
 
@@ -147,7 +155,8 @@ def _scored_factor(engine: Engine) -> float:
     """
     longest = min(engine.model.max_model_len, engine.pages.num_pages * engine.config.page_size)
     chunk = 0, min(64, engine.config.max_num_batched_tokens, longest)
-    plain, scored = measure_step(engine, chunk, 0, 0), measure_step(engine, chunk, 0, 0, num_alternatives=20)
+    plain = measure_step(engine, chunk, 0, 0)
+    scored = measure_step(engine, chunk, 0, 0, num_alternatives=20)
     usual = engine.scheduler.forecast.cost.chunk_seconds(*chunk) if engine.scheduler.forecast.cost is not None else 0.0
     if plain is None or scored is None or not usual:
         return 1.0
@@ -159,15 +168,16 @@ def _encoder_sweep(engine: Engine) -> list[tuple[list[int], float]]:
 
     Larger pictures are measured only while one takes little time. The others are learnt from requests.
     """
-    encoder, measured = engine.model.encoder, list[tuple[list[int], float]]()
+    encoder = engine.model.encoder
+    measured = list[tuple[list[int], float]]()
     if encoder is None:
         return measured
     for size, number in _SWEPT_PICTURES:
         items = [encoder.example(size)] * number
-        if items[0].num_rows > engine.model.max_model_len:
+        if items[0].num_embedding_tokens > engine.model.max_model_len:
             break
         seconds = min(encoder.measure(items) for _ in range(2))
-        measured.append(([item.num_rows for item in items], seconds))
+        measured.append(([item.num_embedding_tokens for item in items], seconds))
         if seconds > _LONG_STEP:
             break
     return measured
@@ -226,7 +236,7 @@ def _step_of(
     wanted = [(context, 1)] * num_streams + ([chunk] if chunk is not None else [])
     state_pages = engine.pages.state_pages
     needs = PageNeeds(size, engine.pages.windows, engine.config.max_num_batched_tokens, state_pages)
-    if sum(needs.at_once(start + tokens) for start, tokens in wanted) > engine.pages.stock.num_available:
+    if sum(needs.at_once(start + tokens) for start, tokens in wanted) > engine.pages.block_pool.num_available:
         yield None
         return
     parts = []

@@ -1,11 +1,13 @@
 """An engine whose steps a model computes: what `Executor` says of a loaded model."""
 
+import hashlib
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from crossdock.kvtransfer.layout import PoolSpec
 from crossdock.workers.draft.drafter import new_drafter
+from crossdock.workers.model.end_tokens import end_of_tokenizer
 from crossdock.workers.model.grammar.compiler import GrammarCompiler
 from crossdock.workers.model.memory.kv_memory import count_pages_that_fit
 from crossdock.workers.model.model import LoadedModel
@@ -18,16 +20,20 @@ from crossdock.workers.replica.engine.executor import Executor
 from crossdock.workers.replica.engine.speculation import Speculation
 from crossdock.workers.replica.engine.step_sampler import StepSampler
 from crossdock.workers.replica.engine.weight_update import WeightUpdate
-from crossdock.workers.replica.ranks.gang import Gang
 from crossdock.workers.replica.ranks.pool_layout import choose_groups, held_layers, memory_of, pool_spec
 from crossdock.workers.replica.ranks.rank_messages import AllocatePool, RecordSteps
+from crossdock.workers.replica.ranks.worker_group import WorkerGroup
 from crossdock.workers.replica.step_sizes import sized
-from crossdock.workers.replica.tiers.open_tiers import open_tiers
+from crossdock.workers.replica.tiers.file_tier import FileTier
+from crossdock.workers.replica.tiers.page_copies import PoolCopies
+from crossdock.workers.replica.tiers.tier_store import TierStore
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import Window
 from crossdock.workers.schedule.pictures.encoding import Encoding
-from crossdock.workers.schedule.submission import InvalidField, SamplingParams
+from crossdock.workers.schedule.request.submission import InvalidField, SamplingParams
+
+_STAGING_BYTES = 64 << 20  # of host memory on the way to files, where no memory is given to pages
 
 
 def new_engine(
@@ -36,72 +42,75 @@ def new_engine(
     tokenizer_dir: Path | None = None,
     *,
     clock: Callable[[], float] = time.monotonic,
-    gang: Gang | None = None,
+    worker_group: WorkerGroup | None = None,
     weights: str = "",
 ) -> Engine:
     """Return an engine on one model, not calibrated yet.
 
-    `tokenizer_dir` is needed for grammars only. `gang`: the other ranks, where `model` is one rank's part. `weights`
-    names the weights, for tiers whose files outlive the engine.
+    `tokenizer_dir` is needed for grammars, and names the tokenizer's end token. `worker_group`: the other ranks, where
+    `model` is one rank's part. `weights` names the weights, for tiers whose files outlive the engine.
 
     Raises:
         ValueError: the model cannot be served with these settings; the message names the field.
     """
-    return Engine(_executor(model, sized(config, model), tokenizer_dir, gang, weights), clock)
+    return Engine(_executor(model, sized(config, model), tokenizer_dir, worker_group, weights), clock)
 
 
 def _executor(
-    model: LoadedModel, config: EngineConfig, tokenizer_dir: Path | None, gang: Gang | None, weights: str
+    model: LoadedModel, config: EngineConfig, tokenizer_dir: Path | None, worker_group: WorkerGroup | None, weights: str
 ) -> Executor:
-    sampler = StepSampler(tuple(model.eos_token_ids))
+    ends = model.eos_token_ids | end_of_tokenizer(tokenizer_dir, model.vocab_size)
+    sampler = StepSampler(tuple(ends))
     speculative = config.speculative_config
     speculation: Speculation | None = None
     if speculative is not None:  # before pages take all memory
         speculation = Speculation(speculative, new_drafter(speculative, model), sampler)
-    if gang is None:  # else its ranks have chosen them together
+    if worker_group is None:  # else its ranks have chosen them together
         model = choose_groups(model, config)
     windows = [group.window for group in model.groups] or [None]
     state_pages = model.state_pages(config.page_size)
-    num_pages = _num_pages(model, config, gang, windows, state_pages)
+    num_pages = _num_pages(model, config, worker_group, windows, state_pages)
     model.allocate_pool(num_pages, config.page_size)
-    tiers = open_tiers(model, config, weights, num_pages, gang)
+    tiers = open_tiers(model, config, weights, num_pages, worker_group)
     on_evict = None if tiers is None else tiers.evicted
     return Executor(
         config,
-        _runner(model, config, gang, num_pages, 0 if tiers is None else tiers.num_slots),
+        _runner(model, config, worker_group, num_pages, 0 if tiers is None else tiers.num_slots),
         sampler,
-        GrammarCompiler(tokenizer_dir, model.vocab_size, model.eos_token_ids),
+        GrammarCompiler(tokenizer_dir, model.vocab_size, ends),
         PagePool(num_pages, config.page_size, config.enable_prefix_caching, windows, state_pages, on_evict),
         memory_of(model.pool.tensor),
         model.max_model_len,
         model.vocab_size,
-        model.eos_token_ids,
+        ends,
         is_ahead=_runs_ahead(model, config),
         model=model,
         check=lambda sampling: _check(model, sampling),
-        spec_of=lambda name: _pool_spec(model, config, gang, num_pages, name),
+        spec_of=lambda name: _pool_spec(model, config, worker_group, num_pages, name),
         encoding=_new_encoding(model, config),
         why_text_alone=model.why_text_alone,
         cpu_kernels=model.kernels if model.device.type == "cpu" else "",
         speculation=speculation,
-        adapters=None if model.adapters is None else AdapterLoader(model.adapters, gang),
-        new_weights=WeightUpdate(NewWeights(model), gang),
+        adapters=None if model.adapters is None else AdapterLoader(model.adapters, worker_group),
+        new_weights=WeightUpdate(NewWeights(model), worker_group),
         tiers=tiers,
-        gang=gang,
+        worker_group=worker_group,
     )
 
 
-def _runner(model: LoadedModel, config: EngineConfig, gang: Gang | None, num_pages: int, num_slots: int) -> Runner:
+def _runner(
+    model: LoadedModel, config: EngineConfig, worker_group: WorkerGroup | None, num_pages: int, num_slots: int
+) -> Runner:
     """Return the runner of the steps, after every rank has allocated its pool and recorded its part of steps.
 
     `num_slots`: in the host's memory, beside the pool."""
     sizes = config.max_num_seqs, config.max_num_batched_tokens
     broadcast: Callable[[bytes], None] | None = None
-    if gang is not None:
-        broadcast = gang.run_step
-        gang.broadcast(AllocatePool(num_pages, num_slots))
+    if worker_group is not None:
+        broadcast = worker_group.run_step
+        worker_group.broadcast(AllocatePool(num_pages, num_slots))
         if not config.enforce_eager:
-            gang.broadcast(RecordSteps(*sizes, config.most_drafts))  # ends only if this rank records too
+            worker_group.broadcast(RecordSteps(*sizes, config.most_drafts))  # ends only if this rank records too
     if config.enforce_eager:
         return Runner(model, config.page_size, broadcast)
     return Runner.recorded(model, config.page_size, *sizes, broadcast, most_drafts=config.most_drafts)
@@ -113,7 +122,8 @@ def _runs_ahead(model: LoadedModel, config: EngineConfig) -> bool:
     Raises:
         ValueError: `async_scheduling` is on, and the model is divided into stages.
     """
-    wanted, is_one_stage = config.async_scheduling, model.part.position.num_stages == 1
+    wanted = config.async_scheduling
+    is_one_stage = model.part.position.num_stages == 1
     if wanted and not is_one_stage:
         raise ValueError("async_scheduling must be false or null for the stages of a pipeline")
     if config.speculative_config is not None:
@@ -122,18 +132,25 @@ def _runs_ahead(model: LoadedModel, config: EngineConfig) -> bool:
 
 
 def _num_pages(
-    model: LoadedModel, config: EngineConfig, gang: Gang | None, windows: Sequence[Window], state_pages: int
+    model: LoadedModel,
+    config: EngineConfig,
+    worker_group: WorkerGroup | None,
+    windows: Sequence[Window],
+    state_pages: int,
 ) -> int:
     """Return how many KV pages every rank can hold. ValueError: fewer than one request needs."""
-    budget, page_size = config.budget, config.page_size
-    room = gang.page_budget if gang is not None else count_pages_that_fit(model, budget, page_size)
+    budget = config.budget
+    page_size = config.page_size
+    room = worker_group.page_budget if worker_group is not None else count_pages_that_fit(model, budget, page_size)
     needs = PageNeeds(page_size, windows, config.max_num_batched_tokens, state_pages)
     budget.check_one_request_fits(room.num_pages, room.page_bytes, needs, model.max_model_len, model.device.type)
     return room.num_pages
 
 
-def _pool_spec(model: LoadedModel, config: EngineConfig, gang: Gang | None, num_pages: int, name: str) -> PoolSpec:
-    held = gang.held_by_rank if gang is not None else [held_layers(model)]
+def _pool_spec(
+    model: LoadedModel, config: EngineConfig, worker_group: WorkerGroup | None, num_pages: int, name: str
+) -> PoolSpec:
+    held = worker_group.held_by_rank if worker_group is not None else [held_layers(model)]
     return pool_spec(held, model.part.position.rank, model, name, config.page_size, num_pages)
 
 
@@ -149,5 +166,37 @@ def _new_encoding(model: LoadedModel, config: EngineConfig) -> Encoding | None:
     if model.encoder is None:
         return None
     model.encoder.clear()
-    rows = int(config.mm_encoder_cache) // model.encoder.row_bytes
+    rows = int(config.mm_encoder_cache) // model.encoder.embedding_token_bytes
     return Encoding(rows, None, model.encoder.attends_both_ways)
+
+
+def open_tiers(
+    model: LoadedModel, config: EngineConfig, weights: str, num_pages: int, worker_group: WorkerGroup | None
+) -> TierStore | None:
+    """Return the tiers below the pool of a model; None: the settings ask for none. `worker_group`: the other ranks.
+
+    `weights` names the weights. Raises ValueError: the folder cannot be written to, or the memory is too small.
+    """
+    folder, most_bytes = config.kv_files
+    host_bytes = int(config.kv_cache_host_memory or 0)
+    if folder is None and not host_bytes:
+        return None
+    files = None
+    if folder is not None:
+        assert weights, "files outlive the engine: their pages are of named weights"
+        files = FileTier(folder.expanduser(), most_bytes, _fingerprint(model, config, weights, num_pages))
+    pages = model.pool.by_page
+    most_pages = max(model.state_pages(config.page_size), 1)
+    page_bytes = pages.shape[1] if worker_group is None else worker_group.page_bytes
+    if 0 < host_bytes < most_pages * page_bytes:
+        raise ValueError(f"kv_cache_host_memory ({host_bytes}) must be at least {most_pages * page_bytes} bytes")
+    num_slots = host_bytes // page_bytes or max(_STAGING_BYTES // page_bytes, 2 * most_pages)
+    copies = PoolCopies(pages, num_slots + most_pages, None if worker_group is None else worker_group.broadcast)
+    return TierStore(copies, page_bytes, files, stay=host_bytes > 0, most_pages=most_pages)
+
+
+def _fingerprint(model: LoadedModel, config: EngineConfig, weights: str, num_pages: int) -> bytes:
+    """Return 16 bytes that differ where a page's bytes would mean something else."""
+    spec = pool_spec([held_layers(model)], 0, model, weights, config.page_size, num_pages)
+    text = f"{spec.compatibility} {spec.page_bytes} {model.state_pages(config.page_size)}"
+    return hashlib.blake2b(text.encode(), digest_size=16).digest()

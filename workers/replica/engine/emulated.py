@@ -14,20 +14,21 @@ from typing import Any, NamedTuple
 
 from crossdock.kvtransfer.layout import LayerShape, PageGroup, PoolSpec, Shard
 from crossdock.kvtransfer.transport import Memory
-from crossdock.workers.model.weights.untrusted import read_config_file, read_json
+from crossdock.workers.model.end_tokens import end_of_tokenizer
+from crossdock.workers.model.weights.untrusted import read_config_file, read_json_if_any
 from crossdock.workers.replica.config import EngineConfig, StepSizes
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.executor import Executor
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.cost.cost import NO_WORK, StepCost, StepWork
 from crossdock.workers.schedule.cost.stages import Stages
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.encoding import Encoding, ItemFailure
-from crossdock.workers.schedule.request import Request, Status, TokenDelta
-from crossdock.workers.schedule.submission import Grammar, InvalidField, SamplingParams
+from crossdock.workers.schedule.request.batch import Batch, SampledToken
+from crossdock.workers.schedule.request.request import Request, Status, TokenDelta
+from crossdock.workers.schedule.request.submission import Grammar, InvalidField, SamplingParams
 
 _WORDS = range(512, 32_000)  # ids that are pieces of words in the usual vocabularies, and no special tokens
 _MIX = 0x9E3779B97F4A7C15  # odd, and its bits are as good as random: 2^64 / golden ratio
@@ -104,7 +105,7 @@ class EmulatedSampler:
     So a stream has the same tokens on every replica, after any failure, in any batch.
     """
 
-    tokens: Sequence[int]  # that may be made
+    tokens: Sequence[int]  # tokens that may be made
     clock: Callable[[], float]
     sleep: Callable[[float], None]
     _keys: dict[str, int] = field(default_factory=dict)  # by request
@@ -166,7 +167,7 @@ class NoGrammars:
         pass
 
     async def compiled(
-        self, grammar: Grammar, token_ids: Sequence[int] = (), may_refuse: bool = True, tenant: str = ""
+        self, grammar: Grammar, token_ids: Sequence[int] = (), may_refuse: bool = True, owner: str = ""
     ) -> Any:
         return self.compile(grammar)
 
@@ -178,10 +179,12 @@ def emulated_engine(
     max_model_len: int | None = None,
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
+    tokenizer: Path | None = None,
 ) -> Engine:
     """Return a calibrated engine that takes the seconds of `profile`.
 
-    Of the model in `folder`, only the configuration is read. Steps end at times of `clock`, which `sleep` waits for.
+    Of the model in `folder`, only the configuration and the names of end tokens are read; `tokenizer` is the directory
+    of another tokenizer. Steps end at times of `clock`, which `sleep` waits for.
 
     Raises:
         ValueError: the settings do not fit the profile; the message names the field.
@@ -194,7 +197,7 @@ def emulated_engine(
         num_pages = int(config.kv_cache_memory) // max(page_bytes, 1)
     windows = profile.windows
     stages = Stages.of(profile.pipeline_parallel_size, profile.interval_share)
-    ends = _eos_token_ids(folder)
+    ends = _eos_token_ids(folder) | end_of_tokenizer(tokenizer or folder, vocab_size)
     is_one_stage = len(stages.shares) == 1
     words = [token for token in (_WORDS if vocab_size > _WORDS.stop else range(vocab_size)) if token not in ends]
     executor = Executor(
@@ -225,7 +228,8 @@ def advertised(engine: Engine, profile: SchedulingProfile) -> SchedulingProfile:
 
 def _calibrate(engine: Engine, profile: SchedulingProfile) -> None:
     """Begin with the costs of the profile; the engine then learns from its steps, as on any device."""
-    cost, most = profile.cost, engine.config.max_num_batched_tokens
+    cost = profile.cost
+    most = engine.config.max_num_batched_tokens
     works = [StepWork.of([(start, min(tokens, most))]) for start, tokens in product((0, *_CONTEXTS), _CHUNKS)]
     works += [StepWork.of([], [context] * streams) for context, streams in product(_CONTEXTS, _STREAMS)]
     works += [StepWork.of([(2048, 64)], [2048] * streams) for streams in _STREAMS]
@@ -275,7 +279,7 @@ def _pool_spec(profile: SchedulingProfile, page_size: int, page_bytes: int, num_
 def _encoding(profile: SchedulingProfile, config: EngineConfig) -> Encoding | None:
     if profile.encoder_cost is None:
         return None
-    return Encoding(profile.encoder_rows, None, profile.keeps_items_whole)
+    return Encoding(profile.encoder_tokens, None, profile.keeps_items_whole)
 
 
 def _vocab_size(folder: Path) -> int:
@@ -290,6 +294,6 @@ def _eos_token_ids(folder: Path) -> frozenset[int]:
     """Return the tokens that end a text, as the model's files name them. An emulated device never makes one."""
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
-        value = read_json(folder / name).get("eos_token_id") if (folder / name).is_file() else None
+        value = read_json_if_any(folder / name).get("eos_token_id")
         found.update(value if isinstance(value, list) else [value] if isinstance(value, int) else [])
     return frozenset(found)

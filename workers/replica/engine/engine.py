@@ -5,28 +5,33 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from crossdock.workers.replica.engine.chunk_log import chunk_logger, log_chunks
 from crossdock.workers.replica.engine.executor import Executor
 from crossdock.workers.replica.engine.pipeline import FinishedStep, Pipeline
+from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.ahead import assume_ended
-from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.cost.cost import StepWork
-from crossdock.workers.schedule.cost.cost_fit import StepCostFit
-from crossdock.workers.schedule.cost.interval_share import IntervalShare
+from crossdock.workers.schedule.cost.cost_fit import IntervalShare, StepCostFit
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCostFit
 from crossdock.workers.schedule.pictures.encoding import ItemFailure
-from crossdock.workers.schedule.pictures.items import items_in
-from crossdock.workers.schedule.request import FinishReason, Request, TokenDelta
+from crossdock.workers.schedule.request.batch import Batch
+from crossdock.workers.schedule.request.failures import NOT_FINITE
+from crossdock.workers.schedule.request.items import items_in
+from crossdock.workers.schedule.request.request import FinishReason, Request, TokenDelta
+from crossdock.workers.schedule.request.submission import InvalidField, Submission
 from crossdock.workers.schedule.scheduler import Scheduler
-from crossdock.workers.schedule.submission import InvalidField, Submission
 
 if TYPE_CHECKING:  # an engine on an emulated device imports no torch
     from crossdock.workers.model.model import LoadedModel
     from crossdock.workers.model.pictures.vision import PictureEncoder, PromptPictures
 
 logger = logging.getLogger(__name__)
+
+
+OnScheduled: TypeAlias = Callable[[Batch], None]
+"""Takes the batch of a step before the step is executed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,17 +58,23 @@ class Engine:
         self.executor = executor
         self.clock = clock  # seconds
         self.config = executor.config
-        self.pages, self.gang, self.tiers = executor.pages, executor.gang, executor.tiers
+        self.pages = executor.pages
+        self.worker_group = executor.worker_group
+        self.tiers = executor.tiers
         self.adapters = executor.adapters
-        self.grammars, self.speculation = executor.grammars, executor.speculation
+        self.grammars = executor.grammars
+        self.speculation = executor.speculation
         self.pool_spec = executor.spec_of
         self.cost_fit: StepCostFit | None = None  # set by `calibrate`
         self.encoder_fit: EncoderCostFit | None = None  # set by `calibrate_encoder`
         self.intervals = IntervalShare(())  # set by `calibrate`
-        self.on_scheduled: list[Callable[[Batch], None]] = []  # called before a step is executed
+        self.num_not_finite = 0  # requests that ended because the model computed NaN or infinity
         self._sampler = executor.sampler
         self.scheduler = Scheduler(
-            *(executor.config, executor.pages, executor.max_model_len, executor.eos_token_ids),
+            executor.config,
+            executor.pages,
+            executor.max_model_len,
+            executor.eos_token_ids,
             depth=executor.runner.num_stages,
             drafting=None if executor.speculation is None else executor.speculation.policy,
             encoding=executor.encoding,
@@ -91,10 +102,8 @@ class Engine:
     @property
     def settings(self) -> dict[str, Any]:
         """The fields of a `SchedulingProfile` that say how this engine is set up."""
-        names = ("page_size", "max_num_batched_tokens", "max_num_seqs", "slo_classes", "chunk_policy", "admission")
         return {
-            **{name: getattr(self.config, name) for name in names},
-            "min_chunk_tokens": self.config.chunk_floor,
+            **SchedulingProfile.settings_of(self.config),
             "max_model_len": self.executor.max_model_len,
             "vocab_size": self.executor.vocab_size,
             "num_pages": self.pages.num_pages,
@@ -162,8 +171,9 @@ class Engine:
         grammar = submission.sampling.grammar
         if grammar is None:
             return None
-        may_refuse, tenant = submission.may_refuse, submission.tenant
-        return await self.grammars.compiled(grammar, submission.output_token_ids, may_refuse, tenant)
+        may_refuse = submission.may_refuse
+        owner = submission.key_owner
+        return await self.grammars.compiled(grammar, submission.output_token_ids, may_refuse, owner)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request in any state, unless the request is in flight. Returns None: the request has ended already."""
@@ -196,13 +206,14 @@ class Engine:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def step(self) -> Step:
+    def step(self, on_scheduled: OnScheduled = lambda _: None) -> Step:
         """Schedule, execute, update: begin as many steps as may be in flight, then end the oldest.
 
         A step is any mix of chunks and decodes in one forward pass. See pipeline.py for how many are in flight.
+        `on_scheduled`: called with each batch before the batch is executed.
         """
         failed = self.load_adapters()
-        while self.pipeline.has_room and self.begin_step():
+        while self.pipeline.has_room and self.begin_step(on_scheduled):
             pass
         step = self.finish_step() if not self.pipeline.is_empty else Step(Batch((), 0), (), self.clock())
         return replace(step, deltas=[*failed, *step.deltas]) if failed else step
@@ -216,36 +227,36 @@ class Engine:
             return []
         for request, _ in (failed := self.adapters.take_in(self.scheduler.adapters)):
             self._forget(request.id)
-        deltas = [self.scheduler.fail(request, reason) for request, reason in failed]
+        deltas = [self.scheduler.fail(request, reason, "model") for request, reason in failed]
         self.adapters.begin(self.scheduler.adapters_to_load(self.clock()))
         return deltas
 
-    def begin_step(self) -> bool:
+    def begin_step(self, on_scheduled: OnScheduled = lambda _: None) -> bool:
         """Schedule the next step and begin to execute it. Return whether there was one that can begin now."""
         if self.scheduler.is_paused:
             return False
         if self.tiers is not None:
             self.tiers.take_in(self.scheduler.loading)
-        now, before = self.clock(), self.pipeline.newest
+        now = self.clock()
+        before = self.pipeline.newest
         if before is None or not self.pipeline.is_ahead:
             if self.speculation is None:
-                return self._execute(self.scheduler.schedule(now), now)
+                return self._execute(self.scheduler.schedule(now), now, on_scheduled)
             streams = self.scheduler.choose_streams(now)
             drafts = self.speculation.drafts(streams.wanted_drafts)
             now = self.clock()  # drafting is no part of the step, whose seconds are learnt from
-            return self._execute(self.scheduler.schedule(now, drafts, streams), now)
+            return self._execute(self.scheduler.schedule(now, drafts, streams), now, on_scheduled)
         if before.device_tokens is None or self.scheduler.table.needs_preemption:
             return False
         predicted = self._predicted(before.batch)
         ended = max(before.started + predicted, now)
         with assume_ended(self.scheduler.table, before.batch, ended):
-            return self._execute(self.scheduler.schedule(ended), now)
+            return self._execute(self.scheduler.schedule(ended), now, on_scheduled)
 
-    def _execute(self, batch: Batch, now: float) -> bool:
+    def _execute(self, batch: Batch, now: float, on_scheduled: OnScheduled) -> bool:
         if self.tiers is not None:
             self.tiers.load(self.scheduler.loading.take_begun())
-        for listener in self.on_scheduled:
-            listener(batch)
+        on_scheduled(batch)
         if chunk_logger.isEnabledFor(logging.DEBUG):
             log_chunks(batch, self.scheduler.forecast.cost, self._predicted(batch))
         if batch:
@@ -255,7 +266,8 @@ class Engine:
     def finish_step(self) -> Step:
         """Wait for the oldest step in flight, and update its requests."""
         step = self.pipeline.finish()
-        batch, seconds = step.batch, step.ended - step.started
+        batch = step.batch
+        seconds = step.ended - step.started
         deltas = self._fail_pictures(batch, step.picture_failures) if step.picture_failures else []
         deltas += self.scheduler.update(batch, step.sampled, step.ended)
         self.pipeline.draw_waiting()
@@ -264,6 +276,9 @@ class Engine:
             for delta in deltas:
                 delta.weights = self.scheduler.weights.name
         for delta in deltas:
+            if delta.is_not_finite:
+                self.num_not_finite += 1
+                logger.error("request %s ends: %s", delta.request_id, NOT_FINITE)
             if delta.finish_reason is not None:
                 self._forget(delta.request_id)
         predicted = self._learn(step)
@@ -331,8 +346,9 @@ class Engine:
         """
         self.cost_fit, self.intervals = StepCostFit(sweep), IntervalShare(intervals)
         pipeline = self.pipeline
-        if self.gang is not None and self.model.device.type == "cuda" and pipeline.deadline is None:
-            pipeline.deadline = self.gang.step_deadline()  # not before: first steps compile kernels, for minutes
+        if self.worker_group is not None and self.model.device.type == "cuda" and pipeline.deadline is None:
+            # Not before: first steps compile kernels, for minutes.
+            pipeline.deadline = self.worker_group.step_deadline()
         self.scheduler.learn(self.cost_fit.cost, self.cost_fit.overrun, self.intervals.share)
         return self.cost_fit
 

@@ -7,18 +7,18 @@ from typing import TYPE_CHECKING, Any, Protocol
 from crossdock.kvtransfer.layout import PoolSpec
 from crossdock.kvtransfer.transport import Memory
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.pictures.encoding import Encoding
-from crossdock.workers.schedule.request import Request, TokenDelta
-from crossdock.workers.schedule.submission import Grammar, SamplingParams
+from crossdock.workers.schedule.request.batch import Batch, SampledToken
+from crossdock.workers.schedule.request.request import Request, TokenDelta
+from crossdock.workers.schedule.request.submission import Grammar, SamplingParams
 
 if TYPE_CHECKING:  # what only a model needs imports torch
     from crossdock.workers.model.model import LoadedModel
     from crossdock.workers.replica.engine.adapter_loader import AdapterLoader
     from crossdock.workers.replica.engine.speculation import Speculation
     from crossdock.workers.replica.engine.weight_update import WeightUpdate
-    from crossdock.workers.replica.ranks.gang import Gang
+    from crossdock.workers.replica.ranks.worker_group import WorkerGroup
     from crossdock.workers.replica.tiers.tier_store import TierStore
 
 
@@ -97,7 +97,7 @@ class Grammars(Protocol):
     def close(self) -> None: ...
 
     async def compiled(
-        self, grammar: Grammar, token_ids: Sequence[int] = (), may_refuse: bool = True, tenant: str = ""
+        self, grammar: Grammar, token_ids: Sequence[int] = (), may_refuse: bool = True, owner: str = ""
     ) -> Any: ...
 
 
@@ -125,4 +125,4 @@ class Executor:
     adapters: "AdapterLoader | None" = None  # None: it takes no adapters
     new_weights: "WeightUpdate | None" = None  # None: the device is emulated, and has no weights
     tiers: "TierStore | None" = None
-    gang: "Gang | None" = None
+    worker_group: "WorkerGroup | None" = None

@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 
 from crossdock.workers.replica.engine.executor import Drawn, StepRunner, TokenSampler
 from crossdock.workers.replica.ranks.step_deadline import StepDeadline
-from crossdock.workers.schedule.batch import Batch, SampledToken
 from crossdock.workers.schedule.pictures.encoding import ItemFailure
+from crossdock.workers.schedule.request.batch import Batch, SampledToken
 
 
 @dataclass(slots=True, eq=False)
@@ -50,7 +50,7 @@ class FinishedStep(NamedTuple):
     is_alone: bool
     is_usual: bool
     is_full: bool  # every stage had a step to compute since the step before it ended, and none was encoding
-    encoder_seconds: float = 0.0  # of these, for pictures
+    encoder_seconds: float = 0.0  # part of the seconds that pictures took
     picture_failures: Mapping[bytes, ItemFailure] = {}  # of pictures that it read, by content hash
 
 
@@ -103,7 +103,8 @@ class Pipeline:
             for other in self._steps:
                 other.is_alone = False
             step = StepInFlight(batch, now, partial(self._compute, batch, inputs), is_alone=not self._steps)
-        step.is_usual, step.pictures = self.runner.is_usual(inputs[0]), inputs[0].pictures
+        step.is_usual = self.runner.is_usual(inputs[0])
+        step.pictures = inputs[0].pictures
         self._steps.append(step)
 
     def finish(self) -> FinishedStep:
@@ -118,17 +119,19 @@ class Pipeline:
         if self.is_ahead:
             for later in self._steps:
                 later.started = ended  # the device computes one step after the other
-        interval, self._ended = ended - max(step.started, self._ended), ended
+        interval = ended - max(step.started, self._ended)
+        self._ended = ended
         pictures = (step.pictures.seconds, step.pictures.failures) if step.pictures is not None else ()
         return FinishedStep(
-            *(step.batch, sampled, step.started, ended, interval, step.is_alone, step.is_usual, is_full), *pictures
+            step.batch, sampled, step.started, ended, interval, step.is_alone, step.is_usual, is_full, *pictures
         )
 
     def draw_waiting(self) -> None:
         """Draw the tokens of a step that waited for those of the step before. The requests have these now."""
         for step in self._steps:
             if step.draw is not None:
-                draw, step.draw = step.draw, None
+                draw = step.draw
+                step.draw = None
                 draw()
 
     def compute(self, batch: Batch) -> Mapping[str, SampledToken]:
@@ -176,7 +179,8 @@ class Pipeline:
         in it the parts of these requests are void."""
         sampled, late = drawn.read(step.recomputed)
         for later in self._steps if late else ():
-            later.recomputed, later.device_tokens = late, None
+            later.recomputed = late
+            later.device_tokens = None
         return sampled
 
     def _compute(self, batch: Batch, inputs: tuple[Any, list[range]]) -> Mapping[str, SampledToken]:

@@ -77,7 +77,7 @@ def remembered_factor(engine: Engine, measure: Callable[[], float]) -> float:
 
 
 def _remembers(engine: Engine) -> bool:
-    return engine.model.device.type == "cpu" and engine.gang is None
+    return engine.model.device.type == "cpu" and engine.worker_group is None
 
 
 def _file(name: str, engine: Engine) -> tuple[Path, str]:

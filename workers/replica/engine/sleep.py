@@ -11,7 +11,8 @@ _KEPT = "mode must be abort or wait: requests that are kept need their pages"
 
 def given_up(engine: Engine) -> list[str]:
     """Return the tags of the memory that an engine is to take again before a step; none: the engine is awake."""
-    model, update = engine.executor.model, engine.executor.new_weights
+    model = engine.executor.model
+    update = engine.executor.new_weights
     lacks = update is not None and update.are_given_up, model is not None and model.pool.is_asleep
     return [tag for tag, is_lacking in zip(TAGS, lacks, strict=True) if is_lacking]
 
@@ -21,7 +22,8 @@ class Sleep:
 
     def __init__(self, engine: Engine, folder: Path | None, checkpoint: str) -> None:
         """`folder`: the weights of the start, None if they are in no file; `checkpoint`: their fingerprint."""
-        self._engine, self._start = engine, (folder, checkpoint)
+        self._engine = engine
+        self._start = (folder, checkpoint)
         self._update = engine.executor.new_weights
 
     @property
@@ -76,8 +78,8 @@ class Sleep:
         if self._update is not None and self.needs_weights(tags):
             self._update.put()
         if "kv_cache" in (tags or TAGS) and "kv_cache" in self.lacks:
-            if self._engine.gang is not None:
-                self._engine.gang.change_memory("take pages")
+            if self._engine.worker_group is not None:
+                self._engine.worker_group.change_memory("take pages")
             self._engine.model.pool.wake()
 
     @property
@@ -96,11 +98,12 @@ class Sleep:
         return self._update.why_not()
 
     def _give_up_pages(self) -> None:
-        engine, model = self._engine, self._engine.model
-        engine.pages.stock.clear_cache()
+        engine = self._engine
+        model = self._engine.model
+        engine.pages.block_pool.clear_cache()
         engine.scheduler.encoding.clear()
         if model.encoder is not None:
             model.encoder.clear()
-        if engine.gang is not None:
-            engine.gang.change_memory("give pages")
+        if engine.worker_group is not None:
+            engine.worker_group.change_memory("give pages")
         model.pool.sleep()

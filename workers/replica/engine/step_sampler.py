@@ -15,9 +15,9 @@ from crossdock.workers.model.sampling.devices import copy_to
 from crossdock.workers.model.sampling.logprobs import PendingLogprobs
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import PendingTokens, sample
-from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
-from crossdock.workers.schedule.request import Request, Status, TokenDelta, TokenLogprobs
-from crossdock.workers.schedule.submission import SamplingParams
+from crossdock.workers.schedule.request.batch import Batch, SampledToken, Scheduled
+from crossdock.workers.schedule.request.request import Request, Status, TokenDelta, TokenLogprobs
+from crossdock.workers.schedule.request.submission import SamplingParams
 
 _ENDED = SampleRow(SamplingParams(temperature=0.0), (), 0)  # in place of a request that ended while it was computed
 
@@ -28,12 +28,13 @@ _PromptPart = tuple[Scheduled, PendingLogprobs]  # a part whose prompt's log-pro
 class _DrawnStep(NamedTuple):
     """The tokens of a step, which the device has begun to draw."""
 
-    parts: Sequence[Scheduled]  # that sample
+    parts: Sequence[Scheduled]  # the parts of the batch that sample
     tokens: PendingTokens
     prompts: Sequence[_PromptPart]
     grammars: Collection[str]  # requests that have one
     accept: Callable[[Scheduled, Sequence[SampledToken]], SampledToken]
     keep: Callable[[Sequence[_PromptPart]], None]
+    without_broken: Callable[[dict[str, SampledToken]], dict[str, SampledToken]]
 
     @property
     def on_device(self) -> Tensor:
@@ -45,12 +46,12 @@ class _DrawnStep(NamedTuple):
         tokens, late = self.tokens.read()
         self.keep(self.prompts)
         finished = Status.FINISHED
-        sampled = {
+        sampled: dict[str, SampledToken] = {
             part.request.id: self.accept(part, [token]) if part.request.id in self.grammars else token
             for part, token in zip(self.parts, tokens, strict=True)
             if part.request.status is not finished and part.request.id not in void
         }
-        return sampled, {self.parts[i].request.id for i in late}
+        return self.without_broken(sampled), {self.parts[i].request.id for i in late}
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +64,7 @@ class StepSampler:
     _reading: set[str] = field(default_factory=set)  # requests whose masks depend on the tokens before
     _grammars: dict[str, GrammarState] = field(default_factory=dict)
     _prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
+    _broken: set[str] = field(default_factory=set)  # requests with a prompt's log-probability that is not finite
 
     def add(self, request: Request, grammar: GrammarState | None = None) -> None:
         """Create the state of `request`; `grammar` has its output tokens already."""
@@ -83,6 +85,7 @@ class StepSampler:
         self._reading.discard(request_id)
         self._grammars.pop(request_id, None)
         self._prompt_logprobs.pop(request_id, None)
+        self._broken.discard(request_id)
         self.pooler.remove(request_id)
 
     def complete(self, deltas: Sequence[TokenDelta]) -> None:
@@ -114,7 +117,7 @@ class StepSampler:
         finished = Status.FINISHED
         own = [_ENDED if part.request.status is finished else self._sample_rows(part)[0] for part in parts]
         tokens = PendingTokens(logits, own, previous_tokens)
-        return _DrawnStep(parts, tokens, prompts, self._grammars.keys(), self._accept, self._keep)
+        return _DrawnStep(parts, tokens, prompts, self._grammars.keys(), self._accept, self._keep, self._without_broken)
 
     def reads_tokens(self, batch: Batch) -> bool:
         """Return whether masks of `batch` depend on tokens of the step before, which then must be on the host."""
@@ -135,10 +138,10 @@ class StepSampler:
         if not parts:
             return {}
         if self._grammars or batch.has_drafts:
-            return self._sample_verified(parts, logits)
+            return self._without_broken(self._sample_verified(parts, logits))
         ids = [part.request.id for part, _ in parts]
         tokens = sample(_rows_at([last for _, last in parts], logits), [self._rows[each] for each in ids])
-        return dict(zip(ids, tokens, strict=True))
+        return self._without_broken(dict(zip(ids, tokens, strict=True)))
 
     def _sample_verified(self, parts: Sequence[tuple[Scheduled, int]], logits: Tensor) -> dict[str, SampledToken]:
         """Sample as `sample` does where rows have masks of grammars, or parts have several rows.
@@ -172,7 +175,8 @@ class StepSampler:
 
     def _sample_rows(self, part: Scheduled) -> list[SampleRow]:
         """Return the rows to sample: of the newest token, and of each draft that the grammar allows."""
-        row, grammar = self._rows[part.request.id], self._grammars.get(part.request.id)
+        row = self._rows[part.request.id]
+        grammar = self._grammars.get(part.request.id)
         if not part.drafts:
             if grammar is not None:
                 row.allowed = grammar.mask()
@@ -188,26 +192,33 @@ class StepSampler:
         """
         grammar = self._grammars.get(part.request.id)
         accepted: list[SampledToken] = []
-        newest, ends, error = drawn[0], False, None
+        newest = drawn[0]
+        ends = False
+        error = None
         for number, newest in enumerate(drawn, 1):
+            if newest.is_not_finite:
+                return SampledToken(0, is_not_finite=True, accepted=accepted)
             if grammar is not None:
                 grammar.accept(newest.token_id)
-                ends, error = grammar.finished, grammar.error
+                ends = grammar.finished
+                error = grammar.error
             is_draft = number < len(drawn) and newest.token_id == part.drafts[number - 1]
             if not is_draft or ends or error is not None:
                 break
             accepted.append(newest)
-        return SampledToken(newest.token_id, newest.logprobs, ends, error, accepted)
+        return SampledToken(newest.token_id, newest.logprobs, ends, error, accepted=accepted)
 
     def _begin_prompts(self, batch: Batch, logits: Tensor, rows: Sequence[range]) -> list[_PromptPart]:
         """Begin to compute prompts' logprobs: of token i + 1 from the logits of token i. The first one has none."""
         begun = []
         for part, row in zip(batch.scheduled[batch.num_decodes :], rows[batch.num_decodes :], strict=True):
-            top, request = part.request.sampling.prompt_logprobs, part.request
+            top = part.request.sampling.prompt_logprobs
+            request = part.request
             if top is None or part.start >= request.num_prompt_tokens or request.num_output_tokens:
                 continue
             known = request.prompt_token_ids[part.start + 1 : part.start + part.num_tokens + 1]
-            own, mode = logits[row.start : row.start + len(known)], request.sampling.logprobs_mode
+            own = logits[row.start : row.start + len(known)]
+            mode = request.sampling.logprobs_mode
             begun.append((part, PendingLogprobs(own, known, top, as_logits=mode.endswith("logits"))))
         return begun
 
@@ -217,7 +228,18 @@ class StepSampler:
             if part.request.id in self._rows and part.request.status is not Status.FINISHED:
                 found = self._prompt_logprobs.setdefault(part.request.id, [None])
                 if len(found) == part.start + 1:
-                    found += pending.read()
+                    found += (new := pending.read())
+                    if not all(each.is_finite for each in new):
+                        self._broken.add(part.request.id)
+
+    def _without_broken(self, sampled: dict[str, SampledToken]) -> dict[str, SampledToken]:
+        """Return sampled tokens by request, without the token where a vector or log-probability of the prompt is NaN or
+        infinite. For the vectors, which are read next anyway, the host waits."""
+        if self._broken or self.pooler.has_any:
+            for request_id in sampled:
+                if request_id in self._broken or not self.pooler.is_finite(request_id):
+                    sampled[request_id] = SampledToken(0, is_not_finite=True)
+        return sampled
 
 
 def _rows_at(numbers: Sequence[int], logits: Tensor) -> Tensor:

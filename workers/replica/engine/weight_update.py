@@ -10,9 +10,9 @@ import torch
 
 from crossdock.workers.model.new_weights import NewWeights
 from crossdock.workers.model.weights.fingerprint import fingerprint
-from crossdock.workers.replica.ranks.gang import Gang
 from crossdock.workers.replica.ranks.rank_messages import PutWeights, WeightMethod
-from crossdock.workers.schedule.weight_version import unlike
+from crossdock.workers.replica.ranks.worker_group import WorkerGroup
+from crossdock.workers.schedule.request.weight_version import unlike
 
 Arrays: TypeAlias = Mapping[str, tuple[str, tuple[int, ...], Any, str]]
 """Whole tensors by their names in a checkpoint: dtype by name, shape, the bytes as an array of numpy, and checksum."""
@@ -21,8 +21,9 @@ Arrays: TypeAlias = Mapping[str, tuple[str, tuple[int, ...], Any, str]]
 class WeightUpdate:
     """The driver's new weights and those of its followers. `call` may run in another thread than steps."""
 
-    def __init__(self, own: NewWeights, gang: Gang | None) -> None:
-        self._own, self._gang = own, gang
+    def __init__(self, own: NewWeights, worker_group: WorkerGroup | None) -> None:
+        self._own = own
+        self._worker_group = worker_group
         self.checksums: Mapping[str, str] = {}  # of the tensors that were last read or checked, by name
 
     @property
@@ -41,8 +42,8 @@ class WeightUpdate:
 
     def give_up(self) -> None:
         """Give the memory of all ranks' weights back, until `put`. Belongs between two steps."""
-        if self._gang is not None:
-            self._gang.change_memory("give weights")
+        if self._worker_group is not None:
+            self._worker_group.change_memory("give weights")
         self._own.give_up()
 
     def call(self, method: WeightMethod, argument: Mapping[str, Any]) -> str:
@@ -51,8 +52,10 @@ class WeightUpdate:
         Raises:
             ValueError: a rank's call failed, with its reason; or ranks have unlike tensors.
         """
-        text, failure, own = json.dumps(argument), "", dict[str, str]()
-        wait = None if self._gang is None else self._gang.call_weights(method, text)
+        text = json.dumps(argument)
+        failure = ""
+        own = dict[str, str]()
+        wait = None if self._worker_group is None else self._worker_group.call_weights(method, text)
         try:
             own = self._own.call(method, text)
         except Exception as error:  # files and tensors of others: a library may raise anything
@@ -78,6 +81,6 @@ class WeightUpdate:
 
     def put(self) -> None:
         """Compute with the weights that were read from the next step on. No step may be in flight."""
-        if self._gang is not None:
-            self._gang.broadcast(PutWeights())
+        if self._worker_group is not None:
+            self._worker_group.broadcast(PutWeights())
         self._own.put()

@@ -49,7 +49,7 @@ def choose_groups(model: LoadedModel, config: EngineConfig) -> LoadedModel:
 
 
 def choose_groups_of_ranks(model: LoadedModel, config: EngineConfig, store: Any, size: int) -> LoadedModel:
-    """Return the model with the same groups at all `size` ranks of a gang, which meet at `store`. Collective.
+    """Return the model with the same groups at all `size` ranks of a worker group, which meet at `store`. Collective.
 
     The layers of the whole model are divided, so that replicas of unlike ranks have equal groups."""
     own = [held_layers(model), _why_not_grouped(model, config)]
@@ -69,7 +69,8 @@ def agree_on_states(model: LoadedModel, config: EngineConfig, store: Any, size: 
     own = model.state_pages(config.page_size), model.states.name
     store.set(f"states of rank {model.part.position.rank}", msgpack.encode(own))
     ranks = [msgpack.decode(store.get(f"states of rank {rank}"), type=tuple[int, str]) for rank in range(size)]
-    least, name = max(num_pages for num_pages, _ in ranks), " ".join(name for _, name in ranks)
+    least = max(num_pages for num_pages, _ in ranks)
+    name = " ".join(name for _, name in ranks)
     return replace(model, least_state_pages=least, states_name=name)
 
 
@@ -139,6 +140,7 @@ def _fingerprint_of_scales(by_rank: Sequence[HeldLayers]) -> str:
     """Return a hash of all scales, independent of the division. Ranks that share a head must have equal scales."""
     heads: list[tuple[int, ...]] = []
     for number, start, stop, _, _, _, _, _, *powers in (row for rows in by_rank for row in rows):
-        keys, values = powers[: stop - start], powers[stop - start :]
+        keys = powers[: stop - start]
+        values = powers[stop - start :]
         heads += zip([number] * (stop - start), range(start, stop), keys, values, strict=True)
     return fingerprint_of(heads)

@@ -1,4 +1,4 @@
-"""Loads one rank's part of a model, together with the other ranks of its gang."""
+"""Loads one rank's part of a model, together with the other ranks of its worker group."""
 
 import re
 import time
@@ -38,7 +38,7 @@ def why_failed(error: Exception) -> str:
 
 
 def failure_of(why: str) -> Exception:
-    """Return the error of a gang that could not start: a rank's ValueError, which says all to the user, as one.
+    """Return the error of a worker group that could not start: a rank's ValueError, which says all to the user, as one.
 
     `why`: the rank, and what `why_failed` returned there.
     """
@@ -47,7 +47,7 @@ def failure_of(why: str) -> Exception:
 
 
 def position_of(spec: ReplicaSpec, rank: int) -> RankPosition:
-    """Return where `rank` stands in the gang of a replica."""
+    """Return where `rank` stands in the worker group of a replica."""
     return RankPosition(rank, spec.tensor_parallel_size, spec.pipeline_parallel_size)
 
 
@@ -59,7 +59,7 @@ def driver_of(spec: ReplicaSpec) -> int:
 def load_rank(
     spec: ReplicaSpec, position: RankPosition, store: Any, host: str, report: Callable[[str], None]
 ) -> tuple[LoadedModel, PageBudget]:
-    """Join the gang's torch.distributed world, load this rank's part, and find how many pages fit beside it.
+    """Join the worker group's torch.distributed world, load this rank's part, and find how many pages fit beside it.
 
     Collective: every rank must call it. `host`: the address at which this rank listens for the others. `report` gets
     one line per phase of the start, for the log.

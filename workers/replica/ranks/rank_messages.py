@@ -120,7 +120,7 @@ DriverMessage: TypeAlias = (
 # -- follower to driver ----------------------------------------------------------------------------------------------
 
 
-class JoinGang(Record, frozen=True):
+class JoinWorkerGroup(Record, frozen=True):
     """The first message of a follower."""
 
     rank: Count
@@ -175,7 +175,7 @@ class _DockEvent(Record, frozen=True):
 
 
 FollowerMessage: TypeAlias = (
-    JoinGang | PhaseEnded | RankReady | DockOpened | AdapterLoaded | WeightsCalled | RankFailure | Event
+    JoinWorkerGroup | PhaseEnded | RankReady | DockOpened | AdapterLoaded | WeightsCalled | RankFailure | Event
 )
 
 # -- bytes -----------------------------------------------------------------------------------------------------------
@@ -190,7 +190,7 @@ def _built(kind: type[Any], value: Any) -> Any:
 _encoder = msgspec.msgpack.Encoder(enc_hook=BaseModel.model_dump)
 _driver_decoder = msgspec.msgpack.Decoder(DriverMessage, dec_hook=_built)
 _follower_decoder = msgspec.msgpack.Decoder(
-    JoinGang | PhaseEnded | RankReady | DockOpened | AdapterLoaded | WeightsCalled | RankFailure | _DockEvent
+    JoinWorkerGroup | PhaseEnded | RankReady | DockOpened | AdapterLoaded | WeightsCalled | RankFailure | _DockEvent
 )
 _event_decoders = {kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(Event)}
 

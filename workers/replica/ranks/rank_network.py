@@ -1,4 +1,4 @@
-"""The connections that torch makes between the ranks of a gang, each on the address that a rank is given.
+"""The connections that torch makes between the ranks of a worker group, each on the address that a rank is given.
 
 By default torch's store listens on every address of the machine, and gloo on the one that the host's name stands for.
 Neither authenticates who connects.
@@ -18,8 +18,8 @@ LOOPBACK = "127.0.0.1"  # for ranks of one node
 _SIOCGIFADDR = 0x8915
 
 
-class GangStore:
-    """The store by which the ranks of a gang find each other. It listens on one address, until it is sealed."""
+class WorkerGroupStore:
+    """The store by which the ranks of a worker group find each other. It listens on one address, until it is sealed."""
 
     def __init__(self, host: str) -> None:
         """OSError: `host` is no address of this machine."""

@@ -21,11 +21,11 @@ _SIDES = (b"driver", b"follower")
 
 
 class AuthenticationFailed(ConnectionError):
-    """The other side does not know the gang's cookie."""
+    """The other side does not know the worker group's cookie."""
 
 
 @dataclass(frozen=True, slots=True)
-class GangAddress:
+class WorkerGroupAddress:
     """Where followers find their driver. The cookie keeps other processes out."""
 
     host: str
@@ -58,7 +58,7 @@ class RankSocket:
         connection.settimeout(None)
 
     @classmethod
-    def connect(cls, address: GangAddress, host: str | None = None) -> "RankSocket":
+    def connect(cls, address: WorkerGroupAddress, host: str | None = None) -> "RankSocket":
         """Connect a follower to its driver, from the follower's own address `host`; None: any."""
         source = None if host is None else (host, 0)
         connection = socket.create_connection((address.host, address.port), _CONNECT_S, source)
@@ -94,7 +94,7 @@ class RankSocket:
         self._socket.sendall(nonce)
         self._socket.sendall(hmac.digest(cookie, own + self._read(_NONCE_BYTES), "sha256"))
         if not hmac.compare_digest(self._read(32), hmac.digest(cookie, other + nonce, "sha256")):
-            raise AuthenticationFailed("the other side does not have this gang's cookie")
+            raise AuthenticationFailed("the other side does not have this worker group's cookie")
 
     def _read(self, length: int) -> bytes:
         data = bytearray(length)

@@ -1,4 +1,4 @@
-"""A deadline for the steps of a gang on GPUs, kept by the host.
+"""A deadline for the steps of a worker group on GPUs, kept by the host.
 
 A rank that hangs holds the others inside NCCL, where the host waits for the GPU and no call returns. NCCL's own
 watchdog would end the process by an abort: no handler runs, and the reason is in no log of ours. That watchdog does
@@ -14,7 +14,9 @@ class StepDeadline:
     """Calls `on_late` once, on a thread of its own, if no step ends for `seconds` while one is in flight."""
 
     def __init__(self, seconds: float, on_late: Callable[[], None], clock: Callable[[], float] = time.monotonic):
-        self._seconds, self._on_late, self._clock = seconds, on_late, clock
+        self._seconds = seconds
+        self._on_late = on_late
+        self._clock = clock
         self._num_in_flight = 0
         self._since = 0.0  # when the oldest step in flight began or the one before it ended, whichever was later
         self._changed = threading.Condition()

@@ -6,8 +6,9 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
-from crossdock.workers.report.advertise import LiveProfile, Message, PageChanges
-from crossdock.workers.schedule.request import TokenDelta
+from crossdock.workers.report.advertise import Message
+from crossdock.workers.report.live_profile import LiveProfile, PageChanges
+from crossdock.workers.schedule.request.request import TokenDelta
 
 MOST_SILENCE_S = 30.0
 """Seconds after which a reader that gives no sign of life loses its requests.
@@ -77,7 +78,8 @@ class Channel:
                     await self._ready.wait()
             is_quiet = not self._ready.is_set()
             self._ready.clear()
-            message, self._message = self._message, Message()
+            message = self._message
+            self._message = Message()
             if is_quiet:
                 message.live = self._live
             if not self._closed or message.deltas:

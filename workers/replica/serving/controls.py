@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from crossdock.workers.replica.engine.sleep import Sleep
 from crossdock.workers.replica.serving.engine_thread import EngineThread
-from crossdock.workers.schedule.weight_version import WeightVersion
+from crossdock.workers.schedule.request.weight_version import WeightVersion
 
 if TYPE_CHECKING:  # an engine on an emulated device imports no torch
     from crossdock.workers.replica.engine.weight_update import Arrays
@@ -27,7 +27,9 @@ class Controls:
         self, thread: EngineThread, num_ranks: int = 1, folder: Path | None = None, checkpoint: str = ""
     ) -> None:
         """`folder`: the weights of the start, None if they are in no file; `checkpoint`: their fingerprint."""
-        self._thread, self._engine, self._num_ranks = thread, thread.engine, num_ranks
+        self._thread = thread
+        self._engine = thread.engine
+        self._num_ranks = num_ranks
         self._sleep = Sleep(thread.engine, folder, checkpoint)
         self._update = thread.engine.executor.new_weights
         self._turn = asyncio.Lock()  # of calls that read weights
@@ -45,7 +47,17 @@ class Controls:
 
     async def reset_cache(self) -> None:
         """Forget all cached prefixes. Pages of running requests stay."""
-        await self._thread.call(self._engine.pages.stock.clear_cache)
+        await self._thread.call(self._engine.pages.block_pool.clear_cache)
+
+    async def check_adapter(self, folder: str) -> str:
+        """Return why this replica cannot serve the adapter in a folder; empty: it can."""
+        if self._engine.adapters is None:
+            return "this server takes no adapters; start it with --enable-lora"
+        try:
+            await asyncio.to_thread(self._engine.adapters.check, Path(folder))
+        except (ValueError, OSError) as error:
+            return str(error)
+        return ""
 
     async def num_ranks(self) -> int:
         return self._num_ranks
@@ -91,12 +103,15 @@ class Controls:
 
         Does nothing beside an update, which brings newer ones. An update that begins meanwhile waits for the end.
         """
-        weights, now = WeightVersion(*version), asyncio.get_running_loop().time()
+        weights = WeightVersion(*version)
+        now = asyncio.get_running_loop().time()
         is_updated = self._turn.locked() or now - self._called_at < _SILENT_S
         if is_updated or self._engine.scheduler.weights.number >= weights.number:
             return
         async with self._turn:
-            self._called_at, self._id_read = -inf, ""  # what a dead ingress has left is read over
+            # What a dead ingress has left is read over.
+            self._called_at = -inf
+            self._id_read = ""
             found = await self._call("read", {"folder": weights.folder})
             if found != weights.id:
                 raise ValueError(f"{weights.folder} has other weights than those of update {weights.number}")
@@ -118,7 +133,8 @@ class Controls:
             if self._update is not None and not self._update.is_read:
                 return False
             await self._put(weights, in_flight)
-            self._called_at, self._id_read = -inf, ""
+            self._called_at = -inf
+            self._id_read = ""
             return True
 
     async def _put(self, weights: WeightVersion, in_flight: Literal["keep", "end"]) -> None:
@@ -157,7 +173,8 @@ class Controls:
         Weights that an update has read and not put in place are read over: the update is then told that it is lost."""
         async with self._turn:
             if self._sleep.needs_weights(tags):
-                self._called_at, self._id_read = -inf, ""
+                self._called_at = -inf
+                self._id_read = ""
             await asyncio.to_thread(self._sleep.read, tags)
             await self._thread.call(lambda: self._sleep.wake(tags))
         return self._sleep.lacks

@@ -18,11 +18,13 @@ from crossdock.workers.replica.serving.observed import ObservedEngine, log_ended
 from crossdock.workers.replica.serving.readers import AttemptKey, Readers, Superseded
 from crossdock.workers.replica.transfer.handover import Handover, HandoverOpener
 from crossdock.workers.replica.transfer.replica_dock import rank_blobs
-from crossdock.workers.report.advertise import HEARTBEAT_S, LiveProfile, Message, PageChanges
+from crossdock.workers.report.advertise import Message
+from crossdock.workers.report.live_profile import HEARTBEAT_S, LiveProfile, PageChanges
 from crossdock.workers.report.profile import Role
 from crossdock.workers.report.timeline import Progress, Timeline
-from crossdock.workers.schedule.request import Request, TokenDelta
-from crossdock.workers.schedule.submission import Overloaded, Submission
+from crossdock.workers.schedule.request.batch import Batch
+from crossdock.workers.schedule.request.request import Request, TokenDelta
+from crossdock.workers.schedule.request.submission import Overloaded, Submission
 
 logger = logging.getLogger(__name__)
 _MOST_FAILURES = 3  # one after the other outside of steps, before the replica ends
@@ -41,7 +43,7 @@ class EngineThread(ObservedEngine):
         self._inbox = Inbox()
         self._calls = Calls(self._inbox)
         self.call = self._calls.call
-        self._is_gang_lost = False  # then nothing may be computed or ended any more
+        self._is_worker_group_lost = False  # then nothing may be computed or ended any more
         self._is_blocked = False  # every request waits for pages on their way in or out: no step can do anything
         self.handovers: list[Handover] = [] if opener is None else [opener(self._on_event, self.transferred)]
         self.metrics.watch([each.dock for each in self.handovers])
@@ -51,7 +53,10 @@ class EngineThread(ObservedEngine):
 
     @property
     def is_alive(self) -> bool:
-        return self._thread.is_alive() and all(each.dock.is_alive for each in self.handovers)
+        """Return whether every thread that the engine needs runs: its own, those of docks, and that of tiers."""
+        tiers = self.engine.tiers
+        has_tiers = tiers is None or tiers.is_alive
+        return self._thread.is_alive() and has_tiers and all(each.dock.is_alive for each in self.handovers)
 
     @property
     def addresses(self) -> dict[str, bytes]:
@@ -180,8 +185,8 @@ class EngineThread(ObservedEngine):
             self._guard(action)
         self._publish()
         for each in self.handovers:
-            self._guard(each.plan)  # before the step, or a new request waits for the end of two
-        step = self._attempt(self.engine.step) if self.engine.has_work and not self._is_gang_lost else None
+            self._guard(partial(self._plan, each))  # before the step, or a new request waits for the end of two
+        step = self._attempt(self._step) if self.engine.has_work and not self._is_worker_group_lost else None
         self._is_blocked = step is not None and not step.batch
         self._guard(lambda: self._step_handovers(step))
         self.offer_to_tiers()
@@ -200,7 +205,7 @@ class EngineThread(ObservedEngine):
 
         After `_MOST_FAILURES` without a step between them the thread ends: the replica cannot serve any more.
         """
-        if self._is_gang_lost:
+        if self._is_worker_group_lost:
             return
         try:
             action()
@@ -210,10 +215,18 @@ class EngineThread(ObservedEngine):
             if self._num_failures == _MOST_FAILURES:
                 raise
 
+    def _step(self) -> Step:
+        return self.engine.step(self._scheduled)
+
+    def _scheduled(self, batch: Batch) -> None:
+        for each in self.handovers:
+            each.scheduled(batch)
+
     def _attempt(self, run: Callable[[], Step]) -> Step | None:
         """Run a step, or the rest of one. Returns None where it failed.
 
-        Then all requests end with an error, and the replica goes on. A gang ends: its ranks disagree on the steps done.
+        Then all requests end with an error, and the replica goes on. A worker group ends: its ranks disagree on the
+        steps done.
         """
         try:
             step = run()
@@ -224,9 +237,9 @@ class EngineThread(ObservedEngine):
         return step
 
     def _fail_all(self, error: Exception) -> None:
-        if self.engine.gang is not None:
-            self.engine.gang.fail(error)
-            self._is_gang_lost = True
+        if self.engine.worker_group is not None:
+            self.engine.worker_group.fail(error)
+            self._is_worker_group_lost = True
             self._inbox.close()
             return
         logger.error("the engine failed; its requests end with an error", exc_info=error)
@@ -245,7 +258,7 @@ class EngineThread(ObservedEngine):
 
     def finish_steps(self) -> None:
         """Finish the steps in flight. Belongs to the engine's thread."""
-        while not self.engine.pipeline.is_empty and not self._is_gang_lost:
+        while not self.engine.pipeline.is_empty and not self._is_worker_group_lost:
             step = self._attempt(self.engine.finish_step)
             if step is not None:
                 self._step_handovers(step)
@@ -254,13 +267,16 @@ class EngineThread(ObservedEngine):
         for each in self.handovers:
             self._end(each.step(step))
 
+    def _plan(self, handover: Handover) -> None:
+        self._end(handover.plan())
+
     def _notify_aborted(self, requests: Sequence[Request]) -> None:
         for request in requests:
             for each in self.handovers:
                 each.aborted(request)
 
     def _end(self, deltas: Sequence[TokenDelta]) -> None:
-        """Report requests that ended between two steps."""
+        """Report requests that ended, or got pages, between two steps."""
         if deltas:
             self._progressed(self.timelines.ended(deltas, self.engine.clock()), deltas)
 
@@ -296,7 +312,7 @@ class EngineThread(ObservedEngine):
 
     def _handle(self, event: Event) -> None:
         self._finish_steps_of([event.request])  # its end may be what the event brings
-        if not self._is_gang_lost:
+        if not self._is_worker_group_lost:
             self._end(self.handovers[0].handle(event))
 
     def _add(self, submission: Submission, arrived: float, grammar: Any) -> None:
@@ -328,13 +344,13 @@ class EngineThread(ObservedEngine):
             if request is not None and request.epoch <= epoch
         ]
         self._finish_steps_of([request.id for request in requests])
-        if self._is_gang_lost:
+        if self._is_worker_group_lost:
             return
         pages, aborted = self.engine.pages, []
         for request in requests:
-            before = pages.stock.num_available
+            before = pages.block_pool.num_available
             if self.engine.abort(request.id) is not None:
-                freed = (pages.stock.num_available - before) * self._page_bytes
+                freed = (pages.block_pool.num_available - before) * self._page_bytes
                 aborted.append(self.timelines.aborted(request.id, self.engine.clock(), freed))
                 self._notify_aborted([request])
         for timeline in aborted:

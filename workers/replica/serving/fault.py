@@ -14,7 +14,8 @@ logger = logging.getLogger("ray.serve")
 
 def is_marked(prompt_token_ids: Sequence[int], fault_token_ids: Sequence[int]) -> bool:
     """Return whether the prompt contains the fault's tokens, side by side and in order. No tokens mark no prompt."""
-    mark, size = list(fault_token_ids), len(fault_token_ids)
+    mark = list(fault_token_ids)
+    size = len(fault_token_ids)
     if not size:
         return False
     prompt = list(prompt_token_ids)

@@ -28,7 +28,7 @@ from crossdock.workers.replica.ranks.rank_messages import (
     DropAdapter,
     EndRank,
     FollowerMessage,
-    JoinGang,
+    JoinWorkerGroup,
     LoadAdapter,
     MalformedRankMessage,
     OpenDock,
@@ -43,10 +43,10 @@ from crossdock.workers.replica.ranks.rank_messages import (
     decode_driver_message,
     encode,
 )
-from crossdock.workers.replica.ranks.rank_socket import GangAddress, RankSocket
+from crossdock.workers.replica.ranks.rank_socket import RankSocket, WorkerGroupAddress
 from crossdock.workers.replica.tiers.page_copies import PoolCopies
 from crossdock.workers.replica.transfer.replica_dock import open_dock
-from crossdock.workers.schedule.submission import Adapter
+from crossdock.workers.schedule.request.submission import Adapter
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ logger = logging.getLogger(__name__)
 def follow(
     spec: ReplicaSpec,
     rank: int,
-    address: GangAddress,
+    address: WorkerGroupAddress,
     host: str | None = None,
     transfer_host: str | None = None,
 ) -> None:
@@ -74,11 +74,12 @@ def follow(
     def send(message: FollowerMessage) -> None:
         link.send(encode(message))
 
-    send(JoinGang(rank))
+    send(JoinWorkerGroup(rank))
     inbox = _listen(link)
     try:
         store = dist.TCPStore(address.host, address.store_port, is_master=False)  # type: ignore[attr-defined]
-        position, own = position_of(spec, rank), link.own_address
+        position = position_of(spec, rank)
+        own = link.own_address
         model, budget = load_rank(spec, position, store, own, lambda phase: send(PhaseEnded(phase)))
         send(RankReady(held_layers(model), *budget))
         _work(spec, rank, model, inbox, link, transfer_host or own)
@@ -101,7 +102,9 @@ def _work(
     dock: Dock | None = None
     copies: PoolCopies | None = None
     page_size = spec.engine.page_size
-    steps, runner, weights = StepReceiver(), Runner(model, page_size), NewWeights(model)
+    steps = StepReceiver()
+    runner = Runner(model, page_size)
+    weights = NewWeights(model)
     while True:
         match inbox.get():
             case RunStep(inputs):
@@ -158,7 +161,8 @@ def _load_adapter(model: LoadedModel, adapter: Adapter, link: RankSocket) -> Non
 
 def _call_weights(weights: NewWeights, method: WeightMethod, argument: str, link: RankSocket) -> None:
     """Call the rank's new weights, and report how that ended."""
-    failure, found = "", dict[str, str]()
+    failure = ""
+    found = dict[str, str]()
     try:
         found = weights.call(method, argument)
     except Exception as error:
@@ -181,7 +185,9 @@ def _listen(link: RankSocket) -> queue.SimpleQueue[DriverMessage]:
         except MalformedRankMessage as error:
             logger.error("this rank ends: its driver sent %s", error)
             os._exit(1)
-        except (EOFError, OSError):
+        except Exception as error:
+            if not isinstance(error, EOFError | OSError):
+                logger.error("this rank ends: a message of its driver cannot be read", exc_info=error)
             os._exit(1)  # a collective that waits for the dead would hold the process and its memory until its deadline
 
     threading.Thread(target=read, name="driver", daemon=True).start()

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from crossdock.kernels.cpu.build import cpu_flags
-from crossdock.workers.model.memory.held_bytes import held_bytes
 from crossdock.workers.model.model import LoadedModel
+from crossdock.workers.model.weights.packed_layers import packed_tensors
 
 _NOTABLE = ("amx_bf16", "avx512_bf16", "avx512f", "avx2", "sve", "asimd")  # instruction sets, the fastest first
 
@@ -43,3 +44,11 @@ def cpu_name() -> str:
         lines = []
     named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return next(named, "") or platform.machine()
+
+
+def held_bytes(module: nn.Module) -> int:
+    """Return the bytes of all weights of a module, those that several parts share once."""
+    tensors = [*module.parameters(), *packed_tensors(module)]
+    for part in module.modules():
+        tensors += getattr(part, "kernel_tensors", ())  # of weights in layouts of kernels, which are no parameters
+    return sum({id(each) if each.is_mkldnn else each.data_ptr(): each.nbytes for each in tensors}.values())

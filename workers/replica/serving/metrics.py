@@ -15,9 +15,9 @@ from crossdock.workers.replica.transfer.replica_dock import ReplicaDock
 from crossdock.workers.report.timeline import Progress, Timeline, prompt_length_bucket
 from crossdock.workers.report.vllm_names import OF_REPLICAS, exposition
 from crossdock.workers.schedule.drafts.verify import DraftTotals
-from crossdock.workers.schedule.pacing.pace import promises_beyond
-from crossdock.workers.schedule.request import Request, Status
-from crossdock.workers.schedule.submission import Leg
+from crossdock.workers.schedule.policies.pace import promises_beyond
+from crossdock.workers.schedule.request.request import Request, Status
+from crossdock.workers.schedule.request.submission import Leg
 
 _STEP_SECONDS = (0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.5, 1.0, 2.0, 5.0, 10.0)
 _CHUNK_TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -326,6 +326,8 @@ class _Gauges(Collector):
         if kernels := engine.executor.cpu_kernels:
             text = "Always 1; the label says which kernels compute the matrix products of fused layers."
             yield _gauge("crossdock_cpu_kernels", text, {kernels: 1}, "kernels")
+        text = "Requests that ended because the model computed NaN or infinity."
+        yield _counter("crossdock_not_finite", text, engine.num_not_finite)
         text = "Requests preempted: their pages went to other requests."
         yield _counter("crossdock_preemptions", text, engine.scheduler.table.num_preemptions)
         yield self._charged()
@@ -345,8 +347,9 @@ class _Gauges(Collector):
 
     def _charged(self) -> Metric:
         """Return the seconds that tenants were charged; without a sample where tenants are not told apart."""
-        text = "Predicted seconds of steps that tenants were charged; `others`: tenants beyond the first 64."
-        classes, charged = self._engine.config.slo_classes, dict(self._engine.scheduler.table.tenants.charged)
+        text = "Predicted seconds of steps that owners were charged; `others`: owners beyond the first 64."
+        classes = self._engine.config.slo_classes
+        charged = dict(self._engine.scheduler.table.tenants.charged)
         samples = {(name, classes[priority].name): seconds for (name, priority), seconds in charged.items()}
         return _counter("crossdock_charged_seconds", text, samples, "tenant", "slo_class")
 
@@ -372,10 +375,11 @@ class _Gauges(Collector):
         totals = encoding.totals
         text = "Pictures, and groups of frames of videos, that were encoded."
         yield _counter("crossdock_items_encoded", text, totals.num_encoded)
-        yield _counter("crossdock_encoder_rows", "Rows of embeddings that encoding made.", totals.num_rows)
+        text = "Embedding tokens that the encoder made."
+        yield _counter("crossdock_encoder_rows", text, totals.num_embedding_tokens)
         text = "Pictures and groups of frames whose embeddings were in memory when a request reached them."
         yield _counter("crossdock_item_hits", text, totals.num_hits)
-        yield _gauge("crossdock_item_rows", "Rows of embeddings in memory.", encoding.num_rows)
+        yield _gauge("crossdock_item_rows", "Embedding tokens in memory.", encoding.num_embedding_tokens)
 
     def _drafts(self) -> Iterator[Metric]:
         """Yield the counts of verified drafts, which are 0 without speculation."""
@@ -392,7 +396,8 @@ class _Gauges(Collector):
         yield _counter("crossdock_draft_tokens_forced", text, forced)
         text = "Predicted seconds by which drafted tokens that were rejected made steps longer."
         yield _counter("crossdock_draft_wasted_seconds", text, wasted)
-        text, by_position = "Accepted drafted tokens by their place in a draft.", dict(enumerate(accepted))
+        text = "Accepted drafted tokens by their place in a draft."
+        by_position = dict(enumerate(accepted))
         yield _counter("crossdock_draft_tokens_accepted_at", text, by_position, "position")
 
     def _requests(self, requests: list[Request]) -> Iterator[Metric]:
@@ -400,7 +405,8 @@ class _Gauges(Collector):
         active = Tally((request.status, request.slo_class) for request in requests)
         every = {(status.value, name): active[status, name] for status in _ACTIVE for name in classes}
         yield _gauge("crossdock_requests_active", "Requests by status.", every, "status", "slo_class")
-        tokens, seconds = dict.fromkeys(classes, 0), dict.fromkeys(classes, 0.0)
+        tokens = dict.fromkeys(classes, 0)
+        seconds = dict.fromkeys(classes, 0.0)
         for request in requests:
             if request.is_decoding or request.status is Status.HELD or request.leg is Leg.RECEIVE:
                 continue
@@ -423,7 +429,8 @@ class _Gauges(Collector):
         text = "Interval at which steps end while there is enough to do, as a share of what each takes; "
         text += "below 1 in a pipeline."
         yield _gauge("crossdock_step_interval_share", text, self._engine.intervals.share)
-        text, errors = "|predicted - actual| / actual duration of recent steps.", {q: fit.error(q) for q in (0.5, 0.9)}
+        text = "|predicted - actual| / actual duration of recent steps."
+        errors = {q: fit.error(q) for q in (0.5, 0.9)}
         yield _gauge("crossdock_step_relative_error", text, errors, "quantile")
         text = "Steps too far from their prediction to be learnt from."
         yield _counter("crossdock_step_outliers", text, fit.num_rejected)

@@ -4,8 +4,9 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -19,10 +20,10 @@ from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.engine_loader import load_engine
-from crossdock.workers.replica.ranks.gang import Gang
 from crossdock.workers.replica.ranks.rank_loader import driver_of, failure_of, position_of, why_failed
 from crossdock.workers.replica.ranks.rank_network import LOOPBACK
-from crossdock.workers.replica.ranks.rank_socket import GangAddress
+from crossdock.workers.replica.ranks.rank_socket import WorkerGroupAddress
+from crossdock.workers.replica.ranks.worker_group import WorkerGroup
 from crossdock.workers.replica.serving.machine import describe_machine
 from crossdock.workers.replica.serving.rank import Rank
 from crossdock.workers.replica.serving.started import Started
@@ -45,8 +46,11 @@ class ModelStart:
     async def run(self, reached: Callable[[str], None]) -> Started:
         """Load the model and measure its steps. `reached` is told the end of each phase."""
         spec = self._spec
-        engine, profile = await (self._load(spec, reached) if spec.num_ranks == 1 else self._load_gang(spec, reached))
+        engine, profile = await (
+            self._load(spec, reached) if spec.num_ranks == 1 else self._load_worker_group(spec, reached)
+        )
         reached("steps")
+        await asyncio.to_thread(check_adapters, engine, spec.lora_modules)
         folder = await asyncio.to_thread(resolve_model, spec.model.path)
         checkpoint = engine.model.checkpoint or await asyncio.to_thread(fingerprint, folder)
         machine = await asyncio.to_thread(describe_machine, engine.model, engine.executor.runner.graphs_text)
@@ -58,31 +62,34 @@ class ModelStart:
         reached("kernels")
         return engine, await asyncio.to_thread(warm_up, engine)
 
-    async def _load_gang(self, spec: ReplicaSpec, reached: Callable[[str], None]) -> tuple[Engine, SchedulingProfile]:
+    async def _load_worker_group(
+        self, spec: ReplicaSpec, reached: Callable[[str], None]
+    ) -> tuple[Engine, SchedulingProfile]:
         """Start the other ranks in the other bundles of this replica's placement group, and load with them."""
-        event_loop, failed = asyncio.get_running_loop(), self._starting
+        event_loop = asyncio.get_running_loop()
+        failed = self._starting
         assert failed is not None
 
         def on_lost(why: str) -> None:
             event_loop.call_soon_threadsafe(self._lost, why)
 
         path = await asyncio.to_thread(resolve_tokenizer, spec.tokenizer, spec.model.path)
-        gang = Gang(spec, gang_host(), on_lost)
+        worker_group = WorkerGroup(spec, worker_group_host(), on_lost)
         loaded: asyncio.Future[tuple[Engine, SchedulingProfile]] = event_loop.create_future()
 
         def load() -> None:
             try:
-                engine = new_engine(gang.load(), spec.engine, path, gang=gang)
+                engine = new_engine(worker_group.load(), spec.engine, path, worker_group=worker_group)
                 reached("kernels")
                 ready = engine, warm_up(engine)
             except Exception as error:  # mostly because another rank failed, which reports why
-                why = f"{gang.position}: {why_failed(error)}"
-                logger.exception("%s failed", gang.position)
+                why = f"{worker_group.position}: {why_failed(error)}"
+                logger.exception("%s failed", worker_group.position)
                 event_loop.call_soon_threadsafe(event_loop.call_later, _LAST_WORDS_S, self._lost, why)
             else:
                 event_loop.call_soon_threadsafe(loaded.set_result, ready)
 
-        self._start_followers(spec, gang.address)
+        self._start_followers(spec, worker_group.address)
         threading.Thread(target=load, name="load", daemon=True).start()
         either: list[asyncio.Future[Any]] = [loaded, failed]
         await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -91,7 +98,7 @@ class ModelStart:
             raise failure_of(failed.result())
         return loaded.result()
 
-    def _start_followers(self, spec: ReplicaSpec, address: GangAddress) -> None:
+    def _start_followers(self, spec: ReplicaSpec, address: WorkerGroupAddress) -> None:
         group = ray.util.get_current_placement_group()
         followers = (rank for rank in range(spec.num_ranks) if rank != driver_of(spec))
         for bundle, rank in enumerate(followers, 1):  # the driver has bundle 0
@@ -110,12 +117,15 @@ class ModelStart:
             self._watching.add(watching)
 
     async def _watch(self, position: RankPosition, running: Any) -> None:
-        """Wait for the end of a follower, which never ends alone."""
+        """Wait for the end of a follower, which is the end of the replica: no follower is asked to end."""
         try:
             await running
+            why = "it has ended without an error"
         except Exception as error:
-            await asyncio.sleep(_LAST_WORDS_S)  # the rank's own report comes by its connection
-            self._lost(f"{position}: {type(error).__name__}: {error}")
+            why = f"{type(error).__name__}: {error}"
+        # The rank's own report comes by its connection.
+        await asyncio.sleep(_LAST_WORDS_S)
+        self._lost(f"{position}: {why}")
 
     def _lost(self, why: str) -> None:
         """End the replica: a rank is gone. While it starts, its constructor raises; later the process ends on the spot,
@@ -135,7 +145,24 @@ class ModelStart:
             ray.kill(actor)
 
 
-def gang_host() -> str:
+def check_adapters(engine: Engine, folders: Mapping[str, str]) -> None:
+    """Check that the adapters of the start fit the model. ValueError: one does not; the message names it.
+
+    A folder that is gone does not end a replica that starts again later: requests for this adapter get the reason.
+    """
+    for name, path in folders.items():
+        folder = Path(path).expanduser().absolute()
+        assert engine.adapters is not None, "settings with adapters have enable_lora"
+        if not folder.is_dir():
+            logger.warning("adapter %r cannot be served: its folder %s is gone", name, folder)
+            continue
+        try:
+            engine.adapters.check(folder)
+        except ValueError as error:
+            raise ValueError(f"model.lora_modules: {name!r} cannot be served: {error}") from None
+
+
+def worker_group_host() -> str:
     """Return the driver's address for its followers: the node's own, or loopback if all ranks are on this node."""
     table = ray.util.placement_group_table(ray.util.get_current_placement_group())
     is_on_one_node = len(set(table["bundles_to_node_id"].values())) == 1

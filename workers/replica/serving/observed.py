@@ -13,12 +13,12 @@ from typing import Any
 from crossdock.kvtransfer.events import Figures
 from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.replica.serving.metrics import EngineMetrics
-from crossdock.workers.report.advertise import LiveProfile, PageChanges
+from crossdock.workers.report.live_profile import LiveProfile, PageChanges
 from crossdock.workers.report.publisher import Publisher
 from crossdock.workers.report.recent_steps import RecentSteps
 from crossdock.workers.report.timeline import Progress, Timeline, Timelines
 from crossdock.workers.schedule.prefixes.tier_pages import TierCounts
-from crossdock.workers.schedule.request import Status
+from crossdock.workers.schedule.request.request import Status
 
 request_logger = logging.getLogger("crossdock.requests")
 """One line of JSON for each request that ended, at INFO: `Timeline.summary`, which has nothing of its text."""
@@ -72,7 +72,12 @@ class ObservedEngine:
     def offer_to_tiers(self) -> None:
         """Write cached pages to files while there is nothing to compute, so that a restart finds them."""
         if self.engine.tiers is not None and not self.engine.has_work:
-            self.engine.tiers.offer(self.engine.pages.stock)
+            self.engine.tiers.offer(self.engine.pages.block_pool)
+
+    def tell_of_stuck_tiers(self) -> None:
+        """Log once that tiers wait for a volume. May be called on any thread."""
+        if self.engine.tiers is not None:
+            self.engine.tiers.tell_if_stuck()
 
     def close_loads(self) -> None:
         """End the threads of the tiers and of adapters."""
@@ -88,9 +93,9 @@ class ObservedEngine:
         self.metrics.transferred(direction, figures, outcome)
         self.timelines.transferred(request_id, direction, figures, outcome, self.engine.clock())
 
-    async def find_timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
+    async def find_timelines(self, request_id: str, owner: str | None) -> list[dict[str, Any]]:
         """Return the timelines of all requests that a client's request led to here; see `Timelines.find`."""
-        return self.timelines.find(request_id, tenant, self.engine.clock())
+        return self.timelines.find(request_id, owner, self.engine.clock())
 
     async def progress(self, request_id: str, epoch: int) -> list[int | str] | None:
         """Return how far an attempt is: numbers, one of which differs whenever the attempt has moved. None: not here.
@@ -106,23 +111,23 @@ class ObservedEngine:
         waits = request.status is not Status.HELD and not request.is_decoding
         return [*own, self.num_computed] if waits else own
 
-    async def live_requests(self, tenant: str | None) -> list[dict[str, Any]]:
+    async def live_requests(self, owner: str | None) -> list[dict[str, Any]]:
         """Return the requests that have not ended here; see `Timelines.live`."""
-        return self.timelines.live(tenant, self.engine.clock())
+        return self.timelines.live(owner, self.engine.clock())
 
     async def metrics_text(self, vllm_model: str | None = None) -> str:
         """Return the metrics of this replica in Prometheus' text format; arguments as in `EngineMetrics.text`."""
         return self.metrics.text(vllm_model)
 
-    def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
+    def watched(self, seen: Mapping[str, int], owner: str | None) -> dict[str, Any]:
         """Return the replica's state and its steps after those already `seen`, by incarnation: JSON for a dashboard.
 
         May be called while the engine steps: a number may be one step older than its neighbour.
 
-        `tenant`: who reads, and sees its own requests alone; None: one who may see all.
+        `owner`: who reads, and sees its own requests alone; None: one who may see all.
         """
         engine = self.engine
-        own = None if tenant is None else self.timelines.ids(tenant)
+        own = None if owner is None else self.timelines.ids(owner)
         requests = Tally(
             request.status.value for request in engine.scheduler.table.requests() if own is None or request.id in own
         )
@@ -130,15 +135,15 @@ class ObservedEngine:
         return {
             "now": time.time(),
             # Pages show how long others' prompts are.
-            "pages": asdict(engine.pages.counts()) if tenant is None else None,
+            "pages": asdict(engine.pages.counts()) if owner is None else None,
             "requests": {status.value: requests[status.value] for status in Status if status is not Status.FINISHED},
-            "tiers": [each._asdict() for each in self._tiers()] if tenant is None else None,
-            "charged_s": engine.scheduler.table.tenants.by_name() if tenant is None else None,
+            "tiers": [each._asdict() for each in self._tiers()] if owner is None else None,
+            "charged_s": engine.scheduler.table.tenants.by_name() if owner is None else None,
             "cost": None if fit is None else fit.cost.model_dump(),
             "overrun": None if fit is None else fit.overrun,
             "interval_share": None if fit is None else engine.intervals.share,
             "step_error": None if fit is None else fit.error(0.5),
-            **self.steps.after(seen, tenant),
+            **self.steps.after(seen, owner),
         }
 
     def _tiers(self) -> list[TierCounts]:

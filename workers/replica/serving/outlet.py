@@ -19,7 +19,7 @@ from crossdock.workers.replica.serving.engine_thread import EngineThread
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.answer import Answer, Refusal
 from crossdock.workers.report.frames import LENGTH, TICKET_BYTES, StreamAddress, frame, read_submission
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.submission import Submission
 
 logger = logging.getLogger("ray.serve")
 
@@ -62,7 +62,8 @@ class Outlet:
     async def messages(self, ingress: str) -> AsyncIterator[StreamAddress]:
         """Yield the address of the messages of an ingress, and end with its connection there."""
         assert self._server is not None
-        stream, ticket = _Stream(ingress), secrets.token_bytes(TICKET_BYTES)
+        stream = _Stream(ingress)
+        ticket = secrets.token_bytes(TICKET_BYTES)
         self._expected[ticket] = stream
         try:
             yield StreamAddress(self._host, self._server.sockets[0].getsockname()[1], ticket)
@@ -102,14 +103,17 @@ class Outlet:
 
     async def _stream(self, ingress: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Send the messages of an ingress until they end, or the ingress closes the connection."""
-        sending, hearing = self._send(ingress, writer), self._hear(ingress, reader, writer)
+        sending = self._send(ingress, writer)
+        hearing = self._hear(ingress, reader, writer)
         both = asyncio.create_task(sending), asyncio.create_task(hearing)
         try:
             await asyncio.wait(both, return_when=asyncio.FIRST_COMPLETED)
         finally:
             for task in both:
                 task.cancel()
-            await asyncio.gather(*both, return_exceptions=True)
+            for error in await asyncio.gather(*both, return_exceptions=True):
+                if isinstance(error, Exception) and not isinstance(error, OSError):  # the ingress sees its stream end
+                    logger.error("the stream to an ingress has failed", exc_info=error)
 
     async def _send(self, ingress: str, writer: asyncio.StreamWriter) -> None:
         async with aclosing(cast(AsyncGenerator[Message, None], self._thread.messages(ingress))) as messages:

@@ -11,7 +11,8 @@ def bind_serve_to_own_node() -> None:
 
     Serve starts the server when the constructor of a deployment has returned, and has no setting for the address.
     """
-    bind, host = serve_replica.add_port_to_grpc_server, ray.util.get_node_ip_address()
+    bind = serve_replica.add_port_to_grpc_server
+    host = ray.util.get_node_ip_address()
 
     def bound(server: Any, address: str) -> int:
         return int(bind(server, address.replace("[::]", f"[{host}]" if ":" in host else host)))

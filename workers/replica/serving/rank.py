@@ -3,14 +3,14 @@
 import ray
 
 from crossdock.workers.replica.config import ReplicaSpec
-from crossdock.workers.replica.ranks.rank_socket import GangAddress
+from crossdock.workers.replica.ranks.rank_socket import WorkerGroupAddress
 from crossdock.workers.replica.serving.interpreter import wait_quietly
 
 
 class Rank:
     """A follower in a process of its own. Both end together."""
 
-    def run(self, spec: ReplicaSpec, rank: int, address: GangAddress) -> None:
+    def run(self, spec: ReplicaSpec, rank: int, address: WorkerGroupAddress) -> None:
         """Follow, on the addresses of the node that this process is on."""
         wait_quietly(spec.num_threads)
         from crossdock.workers.replica.ranks.rank_network import LOOPBACK

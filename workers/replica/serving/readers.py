@@ -4,9 +4,9 @@ from collections.abc import Sequence
 
 from crossdock.kvtransfer.fence import Fence
 from crossdock.workers.replica.serving.channel import Channel
-from crossdock.workers.report.advertise import LiveProfile, PageChanges
-from crossdock.workers.schedule.request import TokenDelta
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.report.live_profile import LiveProfile, PageChanges
+from crossdock.workers.schedule.request.request import TokenDelta
+from crossdock.workers.schedule.request.submission import Submission
 
 AttemptKey = tuple[str, int]
 """The id of a request and the epoch of one attempt at it."""

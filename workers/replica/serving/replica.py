@@ -19,20 +19,21 @@ from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.engine.chunk_log import chunk_logger
 from crossdock.workers.replica.engine.engine import OtherWeights
 from crossdock.workers.replica.serving.controls import Controls
-from crossdock.workers.replica.serving.emulated_start import start_emulated
 from crossdock.workers.replica.serving.engine_thread import EngineThread
 from crossdock.workers.replica.serving.fault import end_if_marked
 from crossdock.workers.replica.serving.interpreter import prepare_interpreter, process_age, wait_quietly
+from crossdock.workers.replica.serving.notices import leave_notice, remove_notice
 from crossdock.workers.replica.serving.outlet import Outlet
 from crossdock.workers.replica.serving.own_node import bind_serve_to_own_node
 from crossdock.workers.replica.serving.readers import Superseded
-from crossdock.workers.replica.serving.started import Started
+from crossdock.workers.replica.serving.started import Started, start_emulated
 from crossdock.workers.replica.transfer.handover import connect
-from crossdock.workers.schedule.pacing.pace import promises_beyond
-from crossdock.workers.schedule.submission import Overloaded, Submission
+from crossdock.workers.schedule.policies.pace import promises_beyond
+from crossdock.workers.schedule.request.submission import Overloaded, Submission
 
 logger = logging.getLogger("ray.serve")
 
+_NOTICE_S = 60.0  # after the start, until the notice about it is removed: the command has read it
 _GRAMMARS_AFTER_S = 2.0
 """Seconds after the start until the tokenizer is read for grammars, unless a request needs it before. It holds the
 interpreter for a second, in which Serve and the ingresses would wait for their answers."""
@@ -43,14 +44,16 @@ class Replica:
 
     async def __init__(self, spec: ReplicaSpec) -> None:  # type: ignore[misc]  # Serve awaits it
         self._ages: dict[str, float] = {}  # s of this process when each phase of its start ended
-        self._reached("process")
+        self._role = spec.role
         _log_where_serve_does(with_chunks=spec.engine.log_chunks)
+        self._reached("process")
         bind_serve_to_own_node()
         self._fault_token_ids = spec.engine.fault_token_ids
         if self._fault_token_ids:
             logger.warning("fault_token_ids is set, for a test: a marked prompt ends this replica")
         self._start, started = await _started(spec, self._reached)
-        engine, weights = started.engine, spec.weights_of(started.checkpoint)
+        engine = started.engine
+        weights = spec.weights_of(started.checkpoint)
         of_pages = "any weights" if spec.mixes_weights else weights
         self.engine_thread = thread = _start_thread(started, of_pages, spec)
         await asyncio.to_thread(prepare_interpreter)
@@ -58,15 +61,26 @@ class Replica:
         await outlet.open()
         # Remote calls: Serve finds the methods here, under the names that `ReplicaClient` calls.
         self.messages = outlet.messages
-        self.abort, self.progress = thread.abort, thread.progress
-        self.assign_role, self.peer_dead = thread.assign_role, thread.peer_dead
+        self.abort = thread.abort
+        self.progress = thread.progress
+        self.assign_role = thread.assign_role
+        self.peer_dead = thread.peer_dead
         controls = self._controls = Controls(thread, spec.num_ranks, started.folder, started.checkpoint)
-        self.pause, self.resume, self.reset_cache = controls.pause, controls.resume, controls.reset_cache
-        self.num_ranks, self.call_weights = controls.num_ranks, controls.call_weights
-        self.put_weights, self.catch_up, self.checksums = controls.put_weights, controls.catch_up, controls.checksums
-        self.may_sleep, self.given_up = controls.may_sleep, controls.given_up
-        self.sleep, self.wake_up = controls.sleep, controls.wake_up
-        self.timelines, self.live_requests = thread.find_timelines, thread.live_requests
+        self.pause = controls.pause
+        self.resume = controls.resume
+        self.reset_cache = controls.reset_cache
+        self.check_adapter = controls.check_adapter
+        self.num_ranks = controls.num_ranks
+        self.call_weights = controls.call_weights
+        self.put_weights = controls.put_weights
+        self.catch_up = controls.catch_up
+        self.checksums = controls.checksums
+        self.may_sleep = controls.may_sleep
+        self.given_up = controls.given_up
+        self.sleep = controls.sleep
+        self.wake_up = controls.wake_up
+        self.timelines = thread.find_timelines
+        self.live_requests = thread.live_requests
         self.metrics_text = thread.metrics_text
         compatibility = engine.pool_spec(of_pages).compatibility
         for name, least in promises_beyond(started.profile.cost, engine.config.slo_classes).items():
@@ -75,17 +89,24 @@ class Replica:
             )
             logger.warning(text, name, 1000 * least)
         self._reached("ready")
+        context = serve.get_replica_context()
         ages = {phase: round(age, 2) for phase, age in sorted(self._ages.items(), key=lambda item: item[1])}
         logger.info("started: %s", ", ".join(f"{phase} after {age:.1f} s" for phase, age in ages.items()))
         thread.metrics.started(ages)
         self._machine = started.machine | {"start_s": ages}
         update = {"role": spec.role, "compatibility": compatibility, "weights": weights, **thread.addresses}
         update["dtype"] = "" if engine.executor.model is None else str(engine.model.dtype).removeprefix("torch.")
-        self.profile = started.profile.model_copy(update=update)
+        self.profile = started.profile.model_copy(update=update | {"start_s": ages["ready"]})
+        forget = partial(remove_notice, context.app_name, "start", context.replica_id.unique_id)
+        asyncio.get_running_loop().call_later(_NOTICE_S, forget)
         asyncio.get_running_loop().call_later(_GRAMMARS_AFTER_S, engine.grammars.warm_up)
 
     def _reached(self, phase: str) -> None:
         self._ages[phase] = process_age()
+        logger.info("start: %s after %.1f s", phase, self._ages[phase])
+        context = serve.get_replica_context()
+        content = {"pool": context.deployment, "role": self._role, "ages": dict(self._ages), "log": log_file()}
+        leave_notice(context.app_name, "start", context.replica_id.unique_id, content)
 
     # -- submissions, and remote calls that add to the engine thread's own -------------------------------------------
 
@@ -97,11 +118,11 @@ class Replica:
         except (Overloaded, ValueError, Superseded, OtherWeights) as refusal:
             return refusal
 
-    async def watched(self, seen: Mapping[str, int], tenant: str | None) -> dict[str, Any]:
+    async def watched(self, seen: Mapping[str, int], owner: str | None) -> dict[str, Any]:
         """Return `EngineThread.watched`, with the pool, the profile and the machine of this replica."""
         profile = self.profile.model_dump(exclude={"peer"}, mode="json")
         pool = serve.get_replica_context().deployment
-        return {"pool": pool, "profile": profile, "machine": self._machine, **self.engine_thread.watched(seen, tenant)}
+        return {"pool": pool, "profile": profile, "machine": self._machine, **self.engine_thread.watched(seen, owner)}
 
     async def read_objects(self, tensors: list[Any]) -> str:
         """Read new weights from Ray's object store: a mapping of checkpoint names to arrays. ValueError as `read`."""
@@ -115,10 +136,11 @@ class Replica:
         return self.profile.model_dump()
 
     def check_health(self) -> None:
-        """End the process where the engine thread has ended: Serve starts another replica."""
+        """End the process where a thread of the engine has ended: Serve starts another replica."""
         if not self.engine_thread.is_alive:
-            logger.error("the engine thread has ended: this replica cannot serve")
+            logger.error("a thread of the engine has ended: this replica cannot serve")
             os._exit(1)
+        self.engine_thread.tell_of_stuck_tiers()
 
 
 async def _started(spec: ReplicaSpec, reached: Callable[[str], None]) -> tuple[object, Started]:
@@ -150,6 +172,15 @@ def _start_thread(started: Started, of_pages: str, spec: ReplicaSpec) -> EngineT
             raise
         logger.warning("no prefix is fetched from another replica, or sent to one: %s", unavailable)
         return EngineThread(engine)
+
+
+def log_file() -> str:
+    """Return the path of this replica's log on its node; empty: it has none."""
+    for handler in logger.handlers:
+        file = getattr(handler, "target", handler)  # Serve may collect lines before it writes them
+        if isinstance(file, logging.FileHandler):
+            return file.baseFilename
+    return ""
 
 
 def _log_where_serve_does(*, with_chunks: bool) -> None:

@@ -4,8 +4,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from crossdock.workers.model.weights.checkpoint import resolve_model, resolve_tokenizer
+from crossdock.workers.replica.config import EmulatedDevice, ReplicaSpec
+from crossdock.workers.replica.engine.emulated import advertised, emulated_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.report.profile import SchedulingProfile
+
+_TEXTS = dict.fromkeys(("dtype", "kv_dtype", "attention", "kernels"), "nothing that is computed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,4 +21,21 @@ class Started:
     profile: SchedulingProfile
     checkpoint: str  # names the weights' files
     machine: dict[str, Any]  # see `describe_machine`
-    folder: Path | None = None  # of these files; None: the device is emulated
+    folder: Path | None = None  # the folder of the weights' files; None: the device is emulated
+
+
+def start_emulated(spec: ReplicaSpec, device: EmulatedDevice) -> Started:
+    """Return an engine that takes the seconds of a device, and what its replica advertises."""
+    folder = resolve_model(spec.model.path, needs_weights=False)
+    tokenizer = None if spec.tokenizer is None else resolve_tokenizer(spec.tokenizer, spec.model.path)
+    engine = emulated_engine(device.profile, spec.engine, folder, spec.model.max_model_len, tokenizer=tokenizer)
+    machine = {
+        "device": f"emulated {device.name}",
+        "instructions": "",
+        "threads": 1,
+        **_TEXTS,
+        "graphs": "",
+        "weights": 0,
+        "pool": 0,
+    }
+    return Started(engine, advertised(engine, device.profile), device.profile.weights or "emulated", machine)

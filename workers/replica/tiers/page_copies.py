@@ -17,7 +17,8 @@ class PoolCopies:
 
     def __init__(self, pages: Tensor, num_slots: int, tell: Callable[[CopyPages], None] | None = None) -> None:
         """`pages`: [page, page_bytes] uint8. `tell` has every other rank copy the same; None: there is none."""
-        self._pages, self._tell = pages, tell
+        self._pages = pages
+        self._tell = tell
         self._stream = torch.cuda.Stream(pages.device) if pages.is_cuda else None  # type: ignore[no-untyped-call]
         self.slots = torch.empty((num_slots, pages.shape[1]), dtype=torch.uint8, pin_memory=pages.is_cuda)
 

@@ -38,8 +38,8 @@ from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.transfer.replica_dock import ReplicaDock, rank_blobs
 from crossdock.workers.schedule.prefixes.borrowed import BorrowedPrefixes
-from crossdock.workers.schedule.request import Request
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.request import Request
+from crossdock.workers.schedule.request.submission import Submission
 
 OnFigures: TypeAlias = Callable[[str, str, Figures, str], None]
 """Called at a transfer's end: request id, `sent`, `received`, `fetched` or `lent`, figures, outcome."""
@@ -71,7 +71,9 @@ class Fetches:
         request = self.engine.scheduler.table.get(submission.id)
         if request is None or not submission.source:
             return
-        name, epoch, deadline_s = submission.id + _SUFFIX, submission.epoch, self.config.deadline_s
+        name = submission.id + _SUFFIX
+        epoch = submission.epoch
+        deadline_s = self.config.deadline_s
         try:
             peers = rank_blobs(submission.source)
             self.dock.call(ExpectCall(name, epoch, peers, deadline_s))
@@ -91,7 +93,8 @@ class Fetches:
         """Apply an event of the dock. Return whether the event is settled; else the handover does the rest."""
         if not event.request.endswith(_SUFFIX):
             return False
-        owner, now = _owner(event.request, event.epoch), self.engine.clock()
+        owner = _owner(event.request, event.epoch)
+        now = self.engine.clock()
         match event:
             case Asked():
                 self._lend(event, owner)
@@ -128,7 +131,8 @@ class Fetches:
 
     def _lend(self, event: Asked, owner: str) -> None:
         """Send the pages of a prefix that are here. Evicted pages are not sent, and none are computed."""
-        pages, key = self.engine.pages, (event.request, event.epoch)
+        pages = self.engine.pages
+        key = (event.request, event.epoch)
         hit = pages.prefixes.match(event.hashes)
         if pages.pages_of(owner):
             return  # asked twice
@@ -144,7 +148,7 @@ class Fetches:
         num_tokens = hit.num_pages * pages.page_size
         self.dock.call(OfferCall(*key, num_tokens))
         groups = pages_of(self.engine, owner)
-        self.dock.call(FinishCall(event.request, groups, num_tokens, b"", tuple(hit.checkpoint)))
+        self.dock.call(FinishCall(event.request, groups, num_tokens, b"", tuple(hit.snapshot)))
 
     def _fail(self, name: str, epoch: int, outcome: str) -> None:
         """Let a request start without the rest of its prefix, and stop the source."""

@@ -38,9 +38,9 @@ from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.replica.transfer.fetches import Fetches, OnFigures, pages_of
 from crossdock.workers.replica.transfer.replica_dock import ReplicaDock, rank_blobs
-from crossdock.workers.schedule.batch import Batch
-from crossdock.workers.schedule.request import FinishReason, Request, Status, TokenDelta
-from crossdock.workers.schedule.submission import Leg, Submission
+from crossdock.workers.schedule.request.batch import Batch
+from crossdock.workers.schedule.request.request import FinishReason, Request, Status, TokenDelta
+from crossdock.workers.schedule.request.submission import Leg, Submission
 
 _MOST_EARLY_OFFERS = 4096  # of requests that have not come here yet; a forgotten offer is repeated
 
@@ -65,11 +65,10 @@ class Handover:
     fetches: Fetches = field(init=False)
     _transfers: dict[str, _Transfer] = field(default_factory=dict)  # by request id
     _early_offers: OrderedDict[tuple[str, int], None] = field(default_factory=OrderedDict)  # by request id and epoch
-    _returned: list[TokenDelta] = field(default_factory=list)  # ends of requests that made way, since the last `step`
+    _deltas: list[TokenDelta] = field(default_factory=list)  # of grants, and of requests that made way: not read yet
 
     def __post_init__(self) -> None:
         self.fetches = Fetches(self.engine, self.dock, self.config, self.on_figures)
-        self.engine.on_scheduled.append(self.scheduled)
 
     def add(self, submission: Submission) -> None:
         """Begin the transfer of a request that the engine has just queued. RuntimeError: place it elsewhere."""
@@ -111,7 +110,7 @@ class Handover:
     def step(self, step: Step | None) -> Sequence[TokenDelta]:
         """Ship the pages that `step` computed, grant pages to waiting requests, and extend the other sides' deadlines.
 
-        Returns the deltas of requests that made way for more urgent ones.
+        Returns what `plan` returns.
         """
         for part in step.batch.scheduled if step else ():
             request = part.request
@@ -128,13 +127,16 @@ class Handover:
                 self.dock.call(ChunkCall(request.id, pages_of(self.engine, request.owner), request.num_computed_tokens))
             if request.id in self._transfers:
                 self._transfers[request.id].notified = self.engine.clock()
-        self.plan()
+        deltas = self.plan()
         self._extend_deadlines(self.engine.clock())
-        returned, self._returned = self._returned, []
-        return returned
+        return deltas
 
-    def plan(self) -> None:
-        """Grant pages to waiting requests, as far as there are any: the other replica may write to them from now on."""
+    def plan(self) -> Sequence[TokenDelta]:
+        """Grant pages to waiting requests, as far as there are any: the other replica may write to them from now on.
+
+        Returns an empty delta for each grant, so that the ingress shows the first token, which the other replica makes.
+        Returns the ends of requests that made way for more urgent ones, too.
+        """
         self.fetches.plan()
         now = self.engine.clock()
         for request in self.engine.scheduler.handoff.grant(now):
@@ -143,13 +145,17 @@ class Handover:
             state = tuple(self.engine.pages.states.newest(request.owner))
             self.dock.call(GrantCall(request.id, request.epoch, first, groups, state))
             self._transfers[request.id].notified = now
+            self._deltas.append(TokenDelta(request.id, [], epoch=request.epoch))
         self._take_returned()
+        deltas = self._deltas
+        self._deltas = []
+        return deltas
 
     def _take_returned(self) -> None:
         """Cancel the transfers of requests that made way for more urgent ones, so that their pages come back."""
         for request in self.engine.take_returned():
             self._cancel(request.id, request.leg)
-            self._returned.append(_ended(request))
+            self._deltas.append(_ended(request))
 
     def _extend_deadlines(self, now: float) -> None:
         """Notify the other sides that this replica still works on their requests."""
@@ -279,6 +285,6 @@ def connect(
         TransportUnavailable: NIXL is asked for, or the pool is a GPU's, and NIXL cannot be used here.
     """
     dock = ReplicaDock(
-        engine.executor.memory, engine.pool_spec(model), role, config, engine.gang, on_event, engine.clock
+        engine.executor.memory, engine.pool_spec(model), role, config, engine.worker_group, on_event, engine.clock
     )
     return Handover(engine, dock, config, on_figures)

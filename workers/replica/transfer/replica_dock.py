@@ -18,13 +18,13 @@ from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.transfer.event_merger import EventMerger
 
 if TYPE_CHECKING:  # an emulated replica imports no torch
-    from crossdock.workers.replica.ranks.gang import Gang
+    from crossdock.workers.replica.ranks.worker_group import WorkerGroup
 
 _LOOPBACK = "127.0.0.1"  # where no address of the node is given
 
 
 class ReplicaDock:
-    """One dock here and one at each follower of `gang`.
+    """One dock here and one at each follower of `worker_group`.
 
     `blob` is what the other side's replica needs to reach this one; `rank_blobs` makes the peers of a call from it.
     """
@@ -35,19 +35,19 @@ class ReplicaDock:
         spec: PoolSpec,
         role: str,
         config: TransferConfig,
-        gang: "Gang | None",
+        worker_group: "WorkerGroup | None",
         on_event: Callable[[Event], None],
         clock: Callable[[], float],
     ) -> None:
         """Open the pool at `memory` to transfers. TransportUnavailable: as `open_dock`."""
-        self._gang = gang
+        self._worker_group = worker_group
         self._on_event = on_event
         self._merger = EventMerger(range(len(spec.shards)))
         self._turn = threading.Lock()  # events come on as many threads as there are ranks
         self._own = open_dock(memory, spec, role, config, lambda event: self._take(spec.rank, event), clock)
         blobs = {spec.rank: self._own.blob}
-        if gang is not None:
-            blobs |= gang.open_docks(spec.model, role, config, self._take)
+        if worker_group is not None:
+            blobs |= worker_group.open_docks(spec.model, role, config, self._take)
         self.blob: bytes = msgspec.msgpack.encode([blobs[rank] for rank in sorted(blobs)])
 
     def call(self, call: DockCall) -> None:
@@ -56,8 +56,8 @@ class ReplicaDock:
             with self._turn:
                 self._merger.begin(isinstance(call, ShipCall), call.request, call.epoch)
         self._own.call(call)  # first: what this dock refuses the others would refuse
-        if self._gang is not None and not isinstance(call, AskCall):  # one rank asks for all
-            self._gang.broadcast(call)
+        if self._worker_group is not None and not isinstance(call, AskCall):  # one rank asks for all
+            self._worker_group.broadcast(call)
 
     def counts(self) -> DockCounts:
         """Return the counts of this rank's dock. The counts of other ranks are nearly equal."""

@@ -41,7 +41,9 @@ class StepWork(NamedTuple):
 
         `decode_contexts`: the number of tokens before each decoded token.
         """
-        tokens, attended, context = 0, 0.0, 0
+        tokens = 0
+        attended = 0.0
+        context = 0
         for start, num_tokens in chunks:
             tokens += num_tokens
             attended += num_tokens * (start + num_tokens / 2)
@@ -95,13 +97,14 @@ class StepWork(NamedTuple):
         )
 
 
-NO_WORK, NO_ADAPTERS = StepWork(), AdapterWork(0, 0)
+NO_WORK = StepWork()
+NO_ADAPTERS = AdapterWork(0, 0)
 
 
 class StepCost(BaseModel, CostFormula[float]):
     """seconds(step) = base + per_prefill_token·tokens + per_attended·Σ chunk·(context + chunk/2)
     + per_decode·(decodes + drafts) + per_context·Σ context of decodes + per_chunk_context·Σ context of chunks
-    + per_early_row·min(rows, bend_rows) + per_adapter·Σ numbers of each adapter of decodes
+    + per_early_row·min(rows, breakpoint_rows) + per_adapter·Σ numbers of each adapter of decodes
     + per_adapted·Σ numbers of the adapter of each row, and at least `least_with_chunk` if the step has a chunk or
     drafts. Measured, never configured; in seconds.
 
@@ -113,8 +116,8 @@ class StepCost(BaseModel, CostFormula[float]):
     A drafted token costs as much as a decode, since its logits are needed too. Its context is read with the decode's.
 
     Rows are prompt tokens, decodes and drafts. A step of few rows waits for the weights, one of many for the products,
-    and different kernels compute the two: so the price of a row changes at `bend_rows`. Below the bend, a row costs
-    `per_early_row` more than beyond it, or less where that is negative.
+    and different kernels compute the two: so the price of a row changes at `breakpoint_rows`. Below the breakpoint, a
+    row costs `per_early_row` more than beyond it, or less where that is negative.
 
     Where decodes alone run as a CUDA graph and a step with a chunk does not, it is launched kernel by kernel. Launching
     takes `least_with_chunk` seconds, however little the kernels do. It is 0 where small chunks run as graphs too.
@@ -133,7 +136,7 @@ class StepCost(BaseModel, CostFormula[float]):
     per_attended: float = Field(0.0, ge=0)
     per_decode: float = Field(0.0, ge=0)
     per_context: float = Field(0.0, ge=0)
-    bend_rows: float = Field(default=0.0, ge=0)
+    breakpoint_rows: float = Field(default=0.0, ge=0)
     per_early_row: float = 0.0
     least_with_chunk: float = Field(default=0.0, ge=0)
     per_chunk_context: float = Field(default=0.0, ge=0)  # absent: `per_context`
@@ -178,7 +181,7 @@ class StepCost(BaseModel, CostFormula[float]):
 
     def slowed(self, scale: float) -> "StepCost":
         """Return the cost of a device that takes `scale` times as long."""
-        seconds = {name: getattr(self, name) * scale for name in type(self).model_fields if name != "bend_rows"}
+        seconds = {name: getattr(self, name) * scale for name in type(self).model_fields if name != "breakpoint_rows"}
         return self.model_copy(update=seconds)
 
     def seconds(self, work: StepWork) -> float:
@@ -212,13 +215,13 @@ class StepCost(BaseModel, CostFormula[float]):
         `context`: tokens before the newest one of the stream, and earlier drafts of the stream. `adapter`: numbers in
         the matrices of the stream's adapter.
         """
-        early = self.per_early_row * min(max(self.bend_rows - rows, 0.0), 1.0) if self.per_early_row else 0.0
+        early = self.per_early_row * min(max(self.breakpoint_rows - rows, 0.0), 1.0) if self.per_early_row else 0.0
         return self.per_decode + self.per_attended * (context + 1.5) + self.per_adapted * adapter + early
 
     def chunk_seconds(self, start: int, num_tokens: float, adapter: float = 0) -> float:
         """Return the seconds that a chunk of `num_tokens` after `start` tokens adds to a step of many rows.
 
-        In such a step every row has the price beyond the bend, and the kernels take longer than launching them.
+        In such a step every row has the price beyond the breakpoint, and the kernels take longer than launching them.
         `adapter`: numbers in the matrices of the chunk's adapter.
         """
         return self.many_rows_seconds(start, num_tokens, adapter) if num_tokens > 0 else 0.0
@@ -240,7 +243,8 @@ class StepCost(BaseModel, CostFormula[float]):
         if seconds < self.least_with_chunk:
             return 0.0
         left = seconds - (self.device_seconds(work) if alone is None else alone) - self.per_chunk_context * start
-        per_token, early_rows = self.per_token(start, adapter), self.bend_rows - work.rows
+        per_token = self.per_token(start, adapter)
+        early_rows = self.breakpoint_rows - work.rows
         if early_rows <= 0:
             return _most_tokens(left, per_token, self.per_attended)
         tokens = _most_tokens(left, max(per_token + self.per_early_row, 0.0), self.per_attended)

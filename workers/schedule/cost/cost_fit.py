@@ -1,7 +1,7 @@
 """Learn what steps cost: `StepCostFit` fits the coefficients of `StepCost` to measured steps."""
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import inf
@@ -13,14 +13,14 @@ from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 
 _Floats = NDArray[np.float64]
 
-_BENDS = (4, 8, 16, 32, 64, 128, 256, 512)  # rows: real bends are smooth, so finer ones fit no better
-_SHAPES = ((0, 0), *((bend, sign) for bend in _BENDS for sign in (1, -1)))
-"""What the cost of rows may look like: (bend, 1 if rows are cheaper before it, -1 if they are dearer). First: no bend.
+_BREAKPOINTS = (4, 8, 16, 32, 64, 128, 256, 512)  # rows: real breakpoints are smooth, so finer ones fit no better
+_SHAPES = ((0, 0), *((breakpoint, sign) for breakpoint in _BREAKPOINTS for sign in (1, -1)))
+"""Shapes of the cost of rows: (breakpoint, 1 if rows are cheaper before it, -1 if they are dearer). First: none.
 
-A shape has one more column than a line, whose coefficient is what a row costs in addition beyond the bend, or before
-it. So the fit of each shape is one of non-negative least squares, and no row ever makes a step shorter.
+A shape has one more column than a line, whose coefficient is what a row costs in addition beyond the breakpoint, or
+before it. So the fit of each shape is one of non-negative least squares, and no row ever makes a step shorter.
 """
-_BEND_OF, _SIGN_OF = np.array(_SHAPES, dtype=np.float64).T  # of every shape
+_BREAKPOINT_OF, _SIGN_OF = np.array(_SHAPES, dtype=np.float64).T  # of every shape
 
 _SCALE = np.array([1.0, 1e2, 1e5, 1e1, 1e4, 1e4, 1e2, 1e7, 1e8])
 """The columns differ by nine orders of magnitude; scaled, the normal equations are solvable. The last two are those
@@ -37,6 +37,7 @@ _CLEARLY = 0.8
 _OUTLIER = 3.0  # actual / predicted, or the inverse; predictions err by a quarter at the 90th percentile
 _PATIENCE = 8  # outliers in a row that are left out; after so many the device has changed, and they count
 _FIT_EVERY = 16  # steps; so a step that is observed costs 48 us on average, fits included (Zen 5)
+_MOST_RATIO = 3.0  # interval / predicted latency that counts at most: one pause must not count more
 
 
 @dataclass(slots=True)
@@ -81,7 +82,8 @@ class _Sums:
     def solve(self, shape: int) -> tuple[StepCost, float]:
         """Return the cost of the shape that fits best, and its squared error."""
         count = _COLUMNS if self.vector[shape, -1] else _COLUMNS - 2
-        matrix, vector = np.ascontiguousarray(self.matrix[shape, :count, :count]), self.vector[shape, :count]
+        matrix = np.ascontiguousarray(self.matrix[shape, :count, :count])
+        vector = self.vector[shape, :count]
         found = non_negative_solution(matrix + np.trace(matrix) * _ALIKE[:count, :count], vector)
         error = self.square + float(found @ matrix @ found - 2 * vector @ found)
         least = self.launch / self.launch_weight if self.launch_weight else 0.0
@@ -115,14 +117,14 @@ class StepCostFit:
     memory: int = 512  # steps after which an observation's weight is 1/e: seconds of decodes, enough to average
     cost: StepCost = field(init=False)
     num_rejected: int = 0
-    overrun: float = 1.2  # until steps with chunks are seen: 1.1 to 1.2 was measured live, see benchmarks/RESULTS.md
+    overrun: float = 1.2  # until steps with chunks are seen: 1.1 to 1.2 was measured live
     """95th percentile of actual / predicted seconds of recent steps with chunks, outliers apart; at least 1.
 
     Predicted by the cost of now: so what the cost has learnt of a slower machine is not counted twice."""
     _sweep_sums: _Sums = field(init=False)
     _sums: _Sums = field(default_factory=_Sums)
-    _shape: int = 0  # that is in use
-    _other: int = 0  # that the last fit compared with it
+    _shape: int = 0  # the shape in use
+    _other: int = 0  # the shape that the last fit compared with it
     _errors: deque[float] = field(init=False)
     _chunked: deque[tuple[StepWork, float]] = field(init=False)  # recent steps with chunks, and their seconds
     _rejected_in_a_row: int = 0
@@ -168,11 +170,13 @@ class StepCostFit:
     def _fit(self) -> None:
         """Solve for the shape in use and for one other shape, in turn: all shapes at once would be a pause of 20 ms."""
         self._since_fit = 0
-        sums, self._other = self._sweep_sums.plus(self._sums), (self._other + 1) % len(_SHAPES)
+        sums = self._sweep_sums.plus(self._sums)
+        self._other = (self._other + 1) % len(_SHAPES)
         self.cost, error = sums.solve(self._shape)
         cost, other_error = sums.solve(self._other)
         if other_error < _CLEARLY * error:
-            self.cost, self._shape = cost, self._other
+            self.cost = cost
+            self._shape = self._other
         if len(self._chunked) >= _FIT_EVERY:
             ratios = [seconds / self.cost.seconds(work) for work, seconds in self._chunked]
             self.overrun = max(float(np.quantile(ratios, 0.95)), 1.0)
@@ -185,15 +189,18 @@ def _of_sweep(sweep: Sequence[tuple[StepWork, float]]) -> tuple[_Sums, int]:
     """
     ordered = sorted(sweep, key=lambda step: (step[0].is_decodes_alone, step[1]))
     num_with_chunk = sum(not work.is_decodes_alone for work, _ in sweep)
-    best, best_error = _split(ordered, 0), inf
+    best = _split(ordered, 0)
+    best_error = inf
     for num_launched in range(max(num_with_chunk - _LEAST_BEYOND, 0) + 1):
         sums = _split(ordered, num_launched)
         cost, _ = sums.solve(0)
         error = _squared_error(cost, sweep)
         if num_launched and error >= _CLEARLY * best_error:
             continue
-        best, best_error = sums, error
-    plain, bounded = _best_shape(_split(ordered, 0), sweep), _best_shape(best, sweep)
+        best = sums
+        best_error = error
+    plain = _best_shape(_split(ordered, 0), sweep)
+    bounded = _best_shape(best, sweep)
     if bounded[1] < _CLEARLY**2 * plain[1]:
         return best, bounded[0]
     return _split(ordered, 0), plain[0]
@@ -231,7 +238,7 @@ def _columns(work: StepWork) -> _Floats:
     columns = np.empty((len(_SHAPES), _COLUMNS))
     tokens, attended, decodes, context, drafts, chunk_context, *adapters = work
     columns[:, :-3] = (1.0, tokens, attended, decodes + drafts, context, chunk_context)
-    before = np.minimum(_BEND_OF, work.rows)
+    before = np.minimum(_BREAKPOINT_OF, work.rows)
     columns[:, -3] = np.where(_SIGN_OF > 0, work.rows - before, before)
     columns[:, -2:] = adapters
     columns /= _SCALE
@@ -239,8 +246,8 @@ def _columns(work: StepWork) -> _Floats:
 
 
 def _cost(shape: int, found: _Floats, least: float) -> StepCost:
-    """Return the cost with the solution of one shape, whose last coefficients are those of the bend and of adapters."""
-    bend, sign = _SHAPES[shape]
+    """Return the cost with the solution of one shape, whose last coefficients are of the breakpoint and of adapters."""
+    breakpoint, sign = _SHAPES[shape]
     base, per_prefill_token, per_attended, per_decode, per_context, per_chunk_context, extra = map(float, found[:7])
     per_adapter, per_adapted = map(float, found[7:]) if len(found) > 7 else (0.0, 0.0)
     beyond = extra if sign > 0 else 0.0
@@ -251,7 +258,7 @@ def _cost(shape: int, found: _Floats, least: float) -> StepCost:
         per_decode=per_decode + beyond,
         per_context=per_context,
         per_chunk_context=per_chunk_context,
-        bend_rows=bend if extra else 0.0,
+        breakpoint_rows=breakpoint if extra else 0.0,
         per_early_row=-sign * extra if extra else 0.0,
         least_with_chunk=least,
         per_adapter=per_adapter,
@@ -282,3 +289,39 @@ def non_negative_solution(matrix: _Floats, vector: _Floats) -> _Floats:
         return np.zeros(num_columns)
     best: _Floats = found[values.argmin()]
     return best
+
+
+@dataclass(slots=True)
+class IntervalShare:
+    """Learns how soon the steps of a full pipeline follow each other, as a share of the seconds that one takes.
+
+    A step alone in a pipeline takes the seconds of all stages: that is its latency, which `StepCost` predicts. With a
+    step in every stage, one ends whenever the slowest stage has done its part. The share is the mean of these
+    intervals, divided by the mean predicted latency. The share is 1 / stages where stages are alike, more where one is
+    slower or waits for others, and 1 for a replica of one stage. Prompts wait for the interval of steps, a stream for
+    their latency.
+
+    Both means are over the warm-up and, with exponential forgetting, over the full steps since. A single step's
+    interval also depends on its neighbours' work, so the single ratios are not averaged.
+    """
+
+    measured: Iterable[tuple[float, float]]  # (interval, predicted latency) of steps in the warm-up, in seconds
+    memory: int = 256  # steps after which a step's weight is 1/e
+    _intervals: float = field(init=False)
+    _latencies: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        measured = list(self.measured)
+        self._intervals = sum(interval for interval, _ in measured)
+        self._latencies = sum(latency for _, latency in measured)
+
+    @property
+    def share(self) -> float:
+        """Seconds between the ends of two steps of a full pipeline, as a share of a step's predicted seconds."""
+        return self._intervals / self._latencies if self._latencies else 1.0
+
+    def observe(self, interval: float, latency: float) -> None:
+        """Learn from a step that ended `interval` after the one before it, and is predicted to take `latency` alone."""
+        forget = 1 - 1 / self.memory
+        self._intervals = forget * self._intervals + min(interval, _MOST_RATIO * latency)
+        self._latencies = forget * self._latencies + latency

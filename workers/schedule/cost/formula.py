@@ -22,7 +22,7 @@ class CostFormula(Generic[Figure]):
     per_attended: Figure
     per_decode: Figure
     per_context: Figure
-    bend_rows: Figure
+    breakpoint_rows: Figure
     per_early_row: Figure
     least_with_chunk: Figure
     per_chunk_context: Figure
@@ -35,8 +35,8 @@ class CostFormula(Generic[Figure]):
     chosen: ClassVar[Callable[..., Any]]  # of two figures: the first where a condition holds
 
     def early_seconds(self, rows: Figure) -> Figure:
-        """Return the seconds that `rows` rows take in addition to their price beyond the bend."""
-        seconds: Figure = self.per_early_row * self.smaller(rows, self.bend_rows)
+        """Return the seconds that `rows` rows take in addition to their price beyond the breakpoint."""
+        seconds: Figure = self.per_early_row * self.smaller(rows, self.breakpoint_rows)
         return seconds
 
     def chunks_seconds(self, tokens: Figure, attended: Figure, rows: Figure, chunk_context: Figure) -> Figure:
@@ -45,8 +45,21 @@ class CostFormula(Generic[Figure]):
         The quantities are those of `StepWork`; `rows` counts those of decodes too.
         """
         seconds = self.base + self.per_prefill_token * tokens + self.per_attended * attended
-        early: Figure = self.per_early_row * self.smaller(rows, self.bend_rows)  # `early_seconds`: a call takes time
+        early: Figure = self.per_early_row * self.smaller(
+            rows, self.breakpoint_rows
+        )  # `early_seconds`: a call takes time
         return seconds + self.per_chunk_context * chunk_context + early
+
+    def fixed_seconds(self, start: Figure) -> Figure:
+        """Return the seconds of a step with a chunk after `start` tokens that do not grow with a chunk of many rows.
+
+        Below 0 where the first rows of a step are cheaper than further ones."""
+        seconds: Figure = self.base + self.early_seconds(self.breakpoint_rows) + self.per_chunk_context * start
+        return seconds
+
+    def breakpoint_seconds(self, start: Figure) -> Figure:
+        """Return the seconds of the shortest step in which a further token has the price of many rows."""
+        return self.chunk_step_seconds(start, self.larger(self.breakpoint_rows, 2))
 
     def chunk_step_seconds(self, start: Figure, num_tokens: Figure, adapter: float = 0) -> Figure:
         """Return the seconds of a step of one chunk alone, of `num_tokens` after `start` tokens of context.
@@ -95,7 +108,7 @@ class StepCosts(CostFormula[Floats]):
     per_attended: Floats
     per_decode: Floats
     per_context: Floats
-    bend_rows: Floats
+    breakpoint_rows: Floats
     per_early_row: Floats
     least_with_chunk: Floats
     per_chunk_context: Floats

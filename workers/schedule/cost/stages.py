@@ -4,6 +4,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 
+def gap_of(num_steps: float, interval_share: float) -> float:
+    """Return the longest gap between two tokens of a stream, divided by the seconds of one step.
+
+    `num_steps`: in flight. The gap is the latency of a step. Where stages are not alike, the intervals of all these
+    steps may take longer; then these are the gap. `interval_share`: of a step's seconds, until the next step ends.
+    """
+    return max(num_steps * interval_share, 1.0)
+
+
 @dataclass(slots=True)
 class Stages:
     """The stages of a pipeline, each with its share of every step's seconds. A replica without one has one stage."""

@@ -6,8 +6,12 @@ _LENGTHS = 17  # matches of this many tokens and longer ones are alike
 _PRIOR_WEIGHT = 4.0  # drafts that a prior counts as
 _KEPT_PER_STEP = 0.98  # after 34 steps, half of what was learnt is forgotten
 _KEPT_PER_DRAFT = 0.9  # of what a request's own drafts have taught, besides
-_FIRST_PAUSE, _LONGEST_PAUSE = 4, 64  # steps for which a stream is left alone after drafts that did not pay
-_MOST, _LEAST = 0.995, 0.001  # a probability is never certain
+# Steps for which a stream is left alone after drafts that did not pay.
+_FIRST_PAUSE = 4
+_LONGEST_PAUSE = 64
+# A probability is never certain.
+_MOST = 0.995
+_LEAST = 0.001
 
 PRIORS = (0.0, 0.45, 0.5, 0.7, 0.75, 0.8, 0.8, 0.85, 0.93)  # by match length, in tokens; the last one of longer ones
 """The share of drafts that was accepted after matches of each length, by replay of greedy answers.
@@ -129,8 +133,9 @@ class Acceptance:
         own = record.own.at(self.step)
         own.accepted *= _KEPT_PER_DRAFT
         own.possible *= _KEPT_PER_DRAFT
-        for position in range(min(num_accepted + 1, num_drafted)):  # those after the first rejected one teach nothing
-            match, is_accepted = record.match + position, position < num_accepted
+        for position in range(min(num_accepted + 1, num_drafted)):  # drafts after the first rejected one teach nothing
+            match = record.match + position
+            is_accepted = position < num_accepted
             of_length = self._tally(match)
             own.accepted += is_accepted
             own.possible += of_length.share(self._prior(match))

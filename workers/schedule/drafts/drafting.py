@@ -62,7 +62,7 @@ class _Chain(NamedTuple):
     match: int  # tokens that support the first draft that is not forced
     first: float  # probability that this one is accepted
     factor: float  # by which the stream's own drafts differ from those of others
-    row_seconds: float  # of each of its rows, beyond the bend
+    row_seconds: float  # of each of its rows, beyond the breakpoint
     again: int | None  # see `Stream`
     adapter: int  # see `Stream`
 
@@ -80,7 +80,7 @@ class _Choice(NamedTuple):
 
     rate: float  # expected tokens per second
     lengths: dict[str, int]  # of drafts, by stream
-    row_seconds: float  # that one draft adds to the step, as a mean
+    row_seconds: float  # mean seconds that one draft adds to the step
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class DraftPolicy:
     wasted_s: float = 0.0  # predicted seconds of the rows of rejected drafts, and of tokens computed again
     _acceptance: Acceptance = field(default_factory=Acceptance)
     _is_free: bool = True  # the source takes no time
-    _row_seconds: float = 0.0  # that one draft added to the last step, as a mean
+    _row_seconds: float = 0.0  # mean seconds that one draft added to the last step
     _forced: dict[str, int] = field(default_factory=dict)  # drafts of the newest step, by request
 
     def paused(self, cost: StepCost | None) -> Collection[str]:
@@ -125,7 +125,7 @@ class DraftPolicy:
         seconds = cost.seconds(work)
         if seconds <= 0 or seconds >= within:
             return {}
-        row_seconds = cost.per_decode + min(cost.per_early_row if work.rows < cost.bend_rows else 0.0, 0.0)
+        row_seconds = cost.per_decode + min(cost.per_early_row if work.rows < cost.breakpoint_rows else 0.0, 0.0)
         # Below the least time of a step with a chunk, which one with drafts has too, a second draft costs nothing.
         needed = 0.0 if seconds < cost.least_with_chunk else work.decodes / seconds * max(row_seconds, 0.0)
         if any(stream.again is not None for stream in streams):
@@ -171,10 +171,14 @@ class DraftPolicy:
         accepted with probability `needed`, at which a draft pays."""
         if needed >= 1:
             return []
-        acceptance, match_length, chains = self._acceptance, self.source.match_length, list[_Chain]()
+        acceptance = self._acceptance
+        match_length = self.source.match_length
+        chains = list[_Chain]()
         shortest = acceptance.shortest_match(needed)
         for stream in streams:
-            most, match, first = min(stream.forced, stream.most), 0, 0.0
+            most = min(stream.forced, stream.most)
+            match = 0
+            first = 0.0
             if stream.most > most and not acceptance.is_paused(stream.id):
                 match = match_length(stream.id)
                 first = acceptance.probability_if_worth(stream.id, match, needed, shortest)
@@ -192,17 +196,24 @@ class DraftPolicy:
         No draft has more than `cap` tokens beside forced ones.
         """
         alone = seconds = cost.seconds(work)
-        device, rows, least = cost.device_seconds(work), work.rows, cost.least_with_chunk
-        tokens, order, row_seconds = float(work.decodes), list[int](), self._row_seconds
-        best_rate, best_size = tokens / seconds, 0
+        device = cost.device_seconds(work)
+        rows = work.rows
+        least = cost.least_with_chunk
+        tokens = float(work.decodes)
+        order = list[int]()
+        row_seconds = self._row_seconds
+        best_rate = tokens / seconds
+        best_size = 0
         num_streams = longest = 0
         later = 0.0  # seconds of the next steps in which tokens are computed again
-        lengths, worths = [0] * len(chains), [1.0 if chain.forced else chain.first for chain in chains]
+        lengths = [0] * len(chains)
+        worths = [1.0 if chain.forced else chain.first for chain in chains]
         reached = [1.0] * len(chains)  # probability that all drafts so far are accepted
 
         def density(number: int) -> float:
             """Return the worth of the next draft of a chain for each second that this draft takes."""
-            chain, worth = chains[number], worths[number]
+            chain = chains[number]
+            worth = worths[number]
             num_rows = 1 + chain.rows_again(lengths[number], reached[number], worth)
             return worth / (num_rows * chain.row_seconds or 1e-12)
 
@@ -210,26 +221,34 @@ class DraftPolicy:
         heapify(heap)
         while heap:
             _, number = heappop(heap)
-            chain, length = chains[number], lengths[number]
+            chain = chains[number]
+            length = lengths[number]
             is_dear = worths[number] <= best_rate * chain.row_seconds
-            if is_dear and rows >= cost.bend_rows and device >= least:
+            if is_dear and rows >= cost.breakpoint_rows and device >= least:
                 continue  # this draft and all after it cost more than they are worth
             row = cost.draft_seconds(rows, chain.context + length, chain.adapter)
             device_with = device + row
             longer = max(device_with, least)
-            num_with, longest_with = num_streams + (length == chain.forced), max(longest, length + 1 - chain.forced)
+            num_with = num_streams + (length == chain.forced)
+            longest_with = max(longest, length + 1 - chain.forced)
             if not self._is_free:
                 longer += self.source.seconds(num_with, longest_with)
             if longer > within:
                 continue
-            device, seconds, rows, num_streams, longest = device_with, longer, rows + 1, num_with, longest_with
+            device = device_with
+            seconds = longer
+            rows = rows + 1
+            num_streams = num_with
+            longest = longest_with
             tokens += worths[number]
             later += row * chain.rows_again(length, reached[number], worths[number])
             order.append(number)
             if tokens / (seconds + later) > best_rate:
-                best_rate, best_size = tokens / (seconds + later), len(order)
+                best_rate = tokens / (seconds + later)
+                best_size = len(order)
                 row_seconds = (seconds - alone) / best_size
-            lengths[number], reached[number] = length + 1, worths[number]
+            lengths[number] = length + 1
+            reached[number] = worths[number]
             length += 1
             if length == chain.forced:
                 worths[number] = chain.first

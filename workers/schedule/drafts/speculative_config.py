@@ -33,7 +33,12 @@ class SpeculativeConfig(BaseModel):
     )
     prompt_lookup_min: int = Field(1, ge=1, description="ngram: shortest match, in tokens.")
     prompt_lookup_max: int = Field(8, ge=1, description="ngram: tokens from which on a longer match is no better.")
-    model: str | None = Field(None, min_length=1, description="draft_model: directory or hub name of the small model.")
+    model: str | None = Field(
+        None,
+        min_length=1,
+        json_schema_extra={"format": "model"},
+        description="draft_model: directory or hub name of the small model.",
+    )
     draft_kv_cache_memory: ByteSize = Field(
         ByteSize(256 << 20), gt=0, description="draft_model: memory for the small model's KV pages. Not in vLLM."
     )
@@ -55,7 +60,8 @@ class SpeculativeConfig(BaseModel):
                 )
             values["method"] = "draft_model"  # as in vLLM, where `model` may name a lookup too
         _check_method(values)
-        least, most = values.get("prompt_lookup_min"), values.get("prompt_lookup_max")
+        least = values.get("prompt_lookup_min")
+        most = values.get("prompt_lookup_max")
         if least is None and most is not None:  # as in vLLM: one given alone is both
             values["prompt_lookup_min"] = most
         elif most is None and least is not None:

@@ -14,14 +14,14 @@ from math import inf
 
 from msgspec import structs
 
-from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy, Stream
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
-from crossdock.workers.schedule.pacing.chunking import FREE_SHARE, longest_step
-from crossdock.workers.schedule.pacing.forecast import Forecast
+from crossdock.workers.schedule.forecast import Forecast
+from crossdock.workers.schedule.policies.chunking import FREE_SHARE, longest_step
 from crossdock.workers.schedule.recurrent.states import NO_STATES, NoStates, RecurrentStates
-from crossdock.workers.schedule.request import Request, adapter_work
+from crossdock.workers.schedule.request.batch import Batch, Scheduled
+from crossdock.workers.schedule.request.request import Request, adapter_work
 from crossdock.workers.schedule.table import RequestTable
 
 _MOST_ROWS = 256
@@ -86,7 +86,9 @@ class Verification:
         self._note_last_step()
         context = sum([stream.num_computed_tokens for stream in streams])
         work = StepWork.of_streams(len(streams), context, adapter_work(streams))
-        cost, policy, has_states = self.forecast.cost, self.policy, bool(self.table.pages.state_pages)
+        cost = self.forecast.cost
+        policy = self.policy
+        has_states = bool(self.table.pages.state_pages)
         forced = policy.source.forced([stream.id for stream in streams])
         if policy.config.method == "grammar":
             looked_at = [stream for stream in streams if stream.id in forced]
@@ -117,7 +119,8 @@ class Verification:
         decodes = verifying.scheduled[: batch.num_decodes]
         if not decodes or decodes[-1].num_tokens == 1:
             return verifying
-        self._num_decodes, self._num_accepted = batch.num_decodes, 0
+        self._num_decodes = batch.num_decodes
+        self._num_accepted = 0
         if (cost := self.forecast.cost) is not None:
             single = [structs.replace(part, num_tokens=1) for part in decodes]
             alone = Batch([*single, *batch.scheduled[batch.num_decodes :]], batch.num_decodes)
@@ -131,7 +134,9 @@ class Verification:
         longest = self._longest_that_fits(batch, [(part, len(tokens)) for part, tokens in offered])
         if not longest:
             return batch
-        without, verified, set_aside = list[Scheduled](), list[Scheduled](), self._set_aside()
+        without = list[Scheduled]()
+        verified = list[Scheduled]()
+        set_aside = self._set_aside()
         for part, tokens in offered:
             room = _grow(self.table, part.request, min(len(tokens), longest), set_aside) if tokens else 0
             if room:
@@ -190,7 +195,8 @@ class Verification:
 
         Those seconds were counted when drafts were rejected, and are no reason to draft more or less now.
         """
-        cost, with_again = self.forecast.cost, work
+        cost = self.forecast.cost
+        with_again = work
         for stream in streams:
             if stream.num_verified_tokens:
                 with_again = with_again.plus_drafts(
@@ -206,10 +212,12 @@ class Verification:
         A stream that will be late anyway bounds nothing. Beside a chunk every row takes time, and its prompt waits: the
         drafts must be nearly free.
         """
-        cost, table = self.forecast.cost, self.table
+        cost = self.forecast.cost
+        table = self.table
         if cost is None:
             return inf
-        alone, now = cost.seconds(work), table.now
+        alone = cost.seconds(work)
+        now = table.now
         arriving = [self.forecast.second_token_due(each, now) for each in table.arriving()]
         slack = min([due - now for due in arriving if due - now >= alone], default=inf)
         for stream in table.running:  # each step looks at all of them: at few for longer than at their deadline
@@ -224,7 +232,8 @@ class Verification:
         If the last draft of each stream is rejected, its next step computes the others again. That step must have room
         for a page of a prompt too. Other streams of this step compute nothing again after it.
         """
-        config, ids = self.table.config, {part.request.id for part in batch.scheduled}
+        config = self.table.config
+        ids = {part.request.id for part in batch.scheduled}
         room = config.max_num_batched_tokens - config.max_num_seqs - config.page_size
         for stream in self.table.running:
             if stream.is_decoding and (stream.id in verifying or stream.id not in ids):
@@ -233,7 +242,8 @@ class Verification:
 
     def _longest_that_fits(self, batch: Batch, offered: Sequence[tuple[Scheduled, int]]) -> int:
         """Return to how many tokens drafts have to be cut. `offered`: each decode, and how many drafts it has."""
-        work, cost = batch.work, self.forecast.cost
+        work = batch.work
+        cost = self.forecast.cost
         config = self.table.config
         rows = max(config.max_num_seqs - batch.num_decodes, _MOST_ROWS)
         tokens = min(config.max_num_batched_tokens - batch.num_tokens, rows)
@@ -259,8 +269,9 @@ def _grow(table: RequestTable, request: Request, num_drafts: int, set_aside: int
     Only available pages are given: a draft preempts no request. Where layers are recurrent, pages are left for the
     state after the drafts, beside the one before them. `set_aside`: pages that others are about to take.
     """
-    pages, owner = table.pages, request.owner
-    room = pages.stock.num_available - pages.states.num_to_keep(owner) - set_aside
+    pages = table.pages
+    owner = request.owner
+    room = pages.block_pool.num_available - pages.states.num_to_keep(owner) - set_aside
     if room < 0:
         return 0
     for wanted in range(-(-(request.num_tokens + num_drafts) // pages.page_size), 0, -1):

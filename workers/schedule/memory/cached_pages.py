@@ -19,11 +19,13 @@ class EvictionPrice:
         """`page_tokens`: of a page, divided by the groups of layers that need a page for the same tokens."""
         self._page_tokens = page_tokens
         self._most = 2.0 * num_pages  # pages that are remembered
-        self._first_token, self._next_token = 0.0, 0.0  # seconds of a token, and how much longer the next one takes
+        # Seconds of a token, and how much longer the next one takes.
+        self._first_token = 0.0
+        self._next_token = 0.0
         self._load_s = inf  # of a page, from a tier that keeps evicted ones
         self._eviction_age = 0.0  # mean seconds from the last use to the eviction
         self._num_evicted = 0.0  # in that mean
-        self._num_old = 0.0  # that were used again or evicted
+        self._num_old = 0.0  # old pages that were used again or evicted
         self._saved_s = 0.0  # by those that were used again
 
     @property
@@ -33,7 +35,9 @@ class EvictionPrice:
 
     def learn(self, cost: StepCost, load_s: float = inf) -> None:
         """Note the seconds that the computation of pages costs, and those to load one from a tier below the pool."""
-        self._first_token, self._next_token, self._load_s = cost.per_prefill_token, cost.per_attended, load_s
+        self._first_token = cost.per_prefill_token
+        self._next_token = cost.per_attended
+        self._load_s = load_s
 
     def used(self, number: int, age: float) -> None:
         """Count page `number` of a prefix, which is used again after `age` seconds."""
@@ -60,7 +64,8 @@ class EvictionPrice:
     def _count(self) -> None:
         self._num_old += 1
         if self._num_old >= self._most:
-            self._num_old, self._saved_s = self._num_old / 2, self._saved_s / 2
+            self._num_old = self._num_old / 2
+            self._saved_s = self._saved_s / 2
 
 
 class CachedPages:

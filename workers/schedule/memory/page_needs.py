@@ -49,7 +49,7 @@ class PageNeeds:
         return self.state_pages + sum(missing if most is None else min(missing, most) for most in self.most)
 
     def at_most(self, num_tokens: int) -> int:
-        """Return the pages without which a request of `num_tokens` tokens may never start, with the checkpoint at its
+        """Return the pages without which a request of `num_tokens` tokens may never start, with the snapshot at its
         begin."""
         return self.at_once(num_tokens) + self.state_pages
 
@@ -79,14 +79,17 @@ class PageNeeds:
         return longest * self.page_size
 
     def to_receive(self, num_tokens: int, hit: PrefixHit) -> list[int]:
-        """Return for each group the pages that a prompt must get to arrive, beside those of the hit: the ones that
-        tokens after the prompt see."""
+        """Return, per layer group, the pages to reserve for a prompt that another replica computes.
+
+        Cached pages of the prompt are left out. In a group with a window, tokens after the prompt see these pages.
+        """
         firsts = (first_visible_page(window, num_tokens, self.page_size) for window in self.windows)
         return [self.pages(num_tokens) - max(first, hit.num_pages) for first in firsts]
 
     def to_start(self, num_tokens: int, hit: PrefixHit) -> list[int]:
-        """Return for each group the pages that a prompt must get to start, beside those of the hit."""
-        missing, end = self.pages(num_tokens) - hit.num_pages, hit.num_pages * self.page_size
+        """Return, per layer group, the pages to reserve before a prompt starts, without its cached pages."""
+        missing = self.pages(num_tokens) - hit.num_pages
+        end = hit.num_pages * self.page_size
         shared = (hit.num_pages - first_visible_page(window, end, self.page_size) for window in self.windows)
         return [
             missing if most is None else min(missing, most - num_shared)
@@ -94,5 +97,5 @@ class PageNeeds:
         ]
 
     def num_to_start(self, num_tokens: int, hit: PrefixHit) -> int:
-        """Return the pages that a prompt must get to start, of all groups and its state, beside those of the hit."""
+        """Return the pages to reserve before a prompt starts, of all groups and its state, without its cached pages."""
         return sum(self.to_start(num_tokens, hit)) + self.state_pages

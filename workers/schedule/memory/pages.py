@@ -1,7 +1,7 @@
 """The owners of KV pages: the pages of each request by group of layers, and quarantine. Integers only.
 
 Every page is in exactly one state: *free*, *owned* (by one request or more), *cached* (in the prefix index, without an
-owner; page_stock.py counts these three) or *quarantined* (without an owner, but a remote writer may still reach it).
+owner; block_pool.py counts these three) or *quarantined* (without an owner, but a remote writer may still reach it).
 Only `release(owner)`, `trim(owner)`, `slide(owner)` and `end_quarantine(owner)` give pages back.
 
 Layers with equal windows share pages: they are a group. An owner has a list of pages for each group; all pages have
@@ -15,17 +15,17 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+from crossdock.workers.schedule.memory.block_pool import BlockPool, OnEvict
 from crossdock.workers.schedule.memory.owned_states import OwnedStates
-from crossdock.workers.schedule.memory.page_stock import OnEvict, PageStock
 from crossdock.workers.schedule.memory.prefix_index import (
     HOLE,
     MISSING,
-    PageHash,
     PrefixHit,
     PrefixIndex,
     Window,
     first_visible_page,
 )
+from crossdock.workers.schedule.request.page_hashes import PageHash
 
 
 @dataclass(slots=True)
@@ -82,8 +82,8 @@ class PagePool:
         self.state_pages = state_pages
         groups = max(len(self.windows), 1)  # each needs a page for the same tokens
         self.prefixes = PrefixIndex(self.windows, page_size, has_states=bool(state_pages))
-        self.stock = PageStock(num_pages, page_size / groups, self.prefixes, state_pages, on_evict)
-        self.states = OwnedStates(self.stock, state_pages, enable_prefix_caching)
+        self.block_pool = BlockPool(num_pages, page_size / groups, self.prefixes, state_pages, on_evict)
+        self.states = OwnedStates(self.block_pool, state_pages, enable_prefix_caching)
         self._owned: dict[str, tuple[_Held, ...]] = {}  # of each group
         self._quarantine: dict[str, list[int]] = {}
 
@@ -130,10 +130,15 @@ class PagePool:
         """Return how many pages wait until their remote writer is known to have stopped."""
         return sum(map(len, self._quarantine.values()))
 
+    def num_quarantined_of(self, owners: Collection[str]) -> int:
+        """Return how many of the quarantined pages were those of `owners`."""
+        return sum([len(self._quarantine.get(owner, ())) for owner in owners])
+
     def counts(self) -> PageCounts:
         """Count the pages in each state."""
-        free, cached = self.stock.num_empty, len(self.stock.cached)
-        owned = sum(1 for owners in self.stock.num_owners if owners)
+        free = self.block_pool.num_empty
+        cached = len(self.block_pool.cached)
+        owned = sum(1 for owners in self.block_pool.num_owners if owners)
         return PageCounts(free, owned, cached, self.num_quarantined, self.num_pages)
 
     def num_freed_by(self, owners: Sequence[str], besides: Sequence[int] = ()) -> int:
@@ -141,15 +146,18 @@ class PagePool:
         counts = Counter(page for owner in owners for page in self._all_of(owner))
         for page in besides:
             counts.pop(page, None)
-        return sum(count == self.stock.num_owners[page] for page, count in counts.items())
+        return sum(count == self.block_pool.num_owners[page] for page, count in counts.items())
 
     def num_freed_in_turn(self, owners: Sequence[str], besides: Collection[int] = ()) -> list[int]:
         """Return how many pages, not counting those in `besides`, each of `owners` frees if they release theirs in this
         order."""
-        counts, freed = Counter[int](), list[int]()
+        counts = Counter[int]()
+        freed = list[int]()
         for owner in owners:
             counts.update(pages := self._all_of(owner))
-            freed.append(sum([counts[page] == self.stock.num_owners[page] and page not in besides for page in pages]))
+            freed.append(
+                sum([counts[page] == self.block_pool.num_owners[page] and page not in besides for page in pages])
+            )
         return freed
 
     def _all_of(self, owner: str) -> list[int]:
@@ -162,7 +170,7 @@ class PagePool:
 
     def share(self, owner: str, hit: PrefixHit) -> None:
         """Add `owner`, which has no pages yet, to the owners of a prefix that `prefixes.match` has just returned."""
-        self.stock.share(hit.pages)
+        self.block_pool.share(hit.pages)
         self._owned[owner] = tuple(
             _Held(array("i", pages), next((number for number, page in enumerate(pages) if page != HOLE), len(pages)))
             for pages in hit.by_group
@@ -172,7 +180,7 @@ class PagePool:
 
     def allocate(self, owner: str, num_pages: int, group: int = 0) -> list[int]:
         """Give `owner` so many pages for a group; without free ones, evict cached pages."""
-        pages = self.stock.take(num_pages, group)
+        pages = self.block_pool.take(num_pages, group)
         if owner not in self._owned:
             self._owned[owner] = tuple(_Held(array("i")) for _ in self.windows)
         self._owned[owner][group].pages.extend(pages)
@@ -180,7 +188,8 @@ class PagePool:
 
     def fill_gaps(self, owner: str, group: int, num_pages: int) -> list[tuple[int, int]]:
         """Give `owner` a page for a group in the place of each `MISSING` one. Returns these pages by number."""
-        held, new = self._owned[owner][group].pages, self.stock.take(num_pages, group)
+        held = self._owned[owner][group].pages
+        new = self.block_pool.take(num_pages, group)
         filled = list(zip([number for number, page in enumerate(held) if page == MISSING], new, strict=True))
         for number, page in filled:
             held[number] = page
@@ -191,7 +200,7 @@ class PagePool:
         for held, window in zip(self._owned.get(owner, ()), self.windows, strict=False):
             first = min(first_visible_page(window, position, self.page_size), len(held.pages))
             if first > held.first:
-                self.stock.give_back(held.pages[held.first : first])
+                self.block_pool.give_back(held.pages[held.first : first])
                 held.pages[held.first : first] = array("i", [HOLE]) * (first - held.first)
                 held.first = first
 
@@ -215,52 +224,57 @@ class PagePool:
             return
         for group, (held, index) in enumerate(zip(self._owned[owner], self.prefixes.by_group, strict=True)):
             for page, page_hash in zip(held.pages[first : len(hashes)], hashes[first:], strict=True):
-                if page != HOLE and page_hash not in index and self.stock.hash_of[page] is None:
+                if page != HOLE and page_hash not in index and self.block_pool.hash_of[page] is None:
                     self.prefixes.add(group, page_hash, page)
-                    self.stock.hash_of[page] = page_hash
+                    self.block_pool.hash_of[page] = page_hash
 
     def release(self, owner: str) -> int:
         """Take all pages from `owner`, and return how many of them have no owner now. Unknown owners have none.
 
-        Indexed pages stay in the index until they are evicted, the ends of prefixes first. A checkpoint goes before the
-        pages in front of it: each is useless without the other, and pages behind the last checkpoint are useless.
+        Indexed pages stay in the index until they are evicted, the ends of prefixes first. A snapshot goes before the
+        pages in front of it: each is useless without the other, and pages behind the last snapshot are useless.
         """
-        groups, state = self._owned.pop(owner, ()), self.states.by_owner.pop(owner, None)
+        groups = self._owned.pop(owner, ())
+        state = self.states.by_owner.pop(owner, None)
         num_unowned = 0
         if state is not None:
-            num_unowned += self.stock.give_back(state.pages())
+            num_unowned += self.block_pool.give_back(state.pages())
             for num_pages, page_hash in reversed(state.used):
                 for held in groups:
-                    num_unowned += self.stock.give_back(held.live(num_pages))
+                    num_unowned += self.block_pool.give_back(held.live(num_pages))
                     del held.pages[num_pages:]
-                checkpoint = self.prefixes.checkpoints.get(page_hash, ())
-                if checkpoint and checkpoint[0] in self.stock.cached:
-                    self.stock.cached.add(checkpoint)
-        return num_unowned + sum(self.stock.give_back(held.live()) for held in groups)
+                snapshot = self.prefixes.snapshots.get(page_hash, ())
+                if snapshot and snapshot[0] in self.block_pool.cached:
+                    self.block_pool.cached.add(snapshot)
+        return num_unowned + sum(self.block_pool.give_back(held.live()) for held in groups)
 
     def trim(self, owner: str, num_pages: int) -> None:
         """Take from `owner` each group's pages after the first `num_pages`: no token is in them."""
         for held in self._owned[owner]:
             surplus = held.pages[num_pages:]
             del held.pages[num_pages:]
-            self.stock.give_back(surplus)
+            self.block_pool.give_back(surplus)
 
-    def quarantine(self, owner: str, first: int = 0) -> int:
+    def quarantine(self, owner: str, first: int = 0, only: Collection[int] | None = None) -> int:
         """Release the pages of `owner`, but quarantine each group's from number `first` on that have no other owner,
-        and its state.
+        and its state. `only`: the pages among these that may be written to; None: all of them.
 
         Quarantined pages are not used before `end_quarantine(owner)`. Returns how many there are.
         """
-        held, state = self._owned.pop(owner, ()), self.states.by_owner.pop(owner, None)
-        alone = [page for each in held for page in each.live(first) if self.stock.num_owners[page] == 1]
+        held = self._owned.pop(owner, ())
+        state = self.states.by_owner.pop(owner, None)
+        alone = [page for each in held for page in each.live(first) if self.block_pool.num_owners[page] == 1]
+        alone = alone if only is None else [page for page in alone if page in only]
         if state is not None:
-            alone += state.own
-            self.stock.give_back([page for checkpoint in state.shared for page in checkpoint])
+            written = [page for page in state.own if only is None or page in only]
+            alone += written
+            self.block_pool.give_back([page for page in state.own if page not in written])
+            self.block_pool.give_back([page for snapshot in state.shared for page in snapshot])
         tainted = set(alone)
         for each in held:
-            self.stock.give_back([page for page in each.live() if page not in tainted])
+            self.block_pool.give_back([page for page in each.live() if page not in tainted])
         for page in alone:
-            self.stock.withdraw(page)  # a remote writer may change the content, so the hash no longer holds
+            self.block_pool.withdraw(page)  # a remote writer may change the content, so the hash no longer holds
         if alone:
             self._quarantine.setdefault(owner, []).extend(alone)
         return len(alone)
@@ -268,5 +282,5 @@ class PagePool:
     def end_quarantine(self, owner: str) -> int:
         """Free the quarantined pages of `owner`, whose writer is known to have stopped. Returns how many."""
         pages = self._quarantine.pop(owner, [])
-        self.stock.free(pages)
+        self.block_pool.free(pages)
         return len(pages)

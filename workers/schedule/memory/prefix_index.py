@@ -1,45 +1,10 @@
-"""Which pages hold which prefixes: an index of page hashes for each group of layers, and of checkpoints of states.
+"""Which pages hold which prefixes: an index of page hashes for each group of layers, and of snapshots of states."""
 
-Hashes are chained: the hash of a page names its content and all earlier pages.
-"""
-
-import hashlib
-from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import NamedTuple, TypeAlias
 
-from crossdock.workers.schedule.pictures.items import NO_ITEMS, Item, page_keys
-
-PageHash: TypeAlias = bytes
-"""Names the content of a full page and of all pages before it: equal hashes mean equal prefixes and equal salts."""
-
-
-def hash_pages(
-    token_ids: Sequence[int],
-    page_size: int,
-    salt: str = "",
-    known: Sequence[PageHash] = (),
-    items: Sequence[Item] = NO_ITEMS,
-) -> list[PageHash]:
-    """Return the chained hashes of the full pages of `token_ids`.
-
-    `known`: hashes of the first pages, computed before. `items`: the pictures among the tokens, whose content counts in
-    every page that holds a token of theirs. blake2b, because tenants share an index: with a hash whose
-    collisions can be constructed, one tenant could read another's prompt.
-    """
-    hashes = list(known)
-    parent = hashes[-1] if hashes else hashlib.blake2b(salt.encode(), digest_size=16).digest()
-    content = array("I", token_ids[len(hashes) * page_size : len(token_ids) - len(token_ids) % page_size]).tobytes()
-    page_bytes = page_size * array("I").itemsize
-    starts = range(0, len(content), page_bytes)
-    keys = page_keys(items, len(hashes) * page_size, page_size, len(starts)) if items else repeat(b"")
-    for start, key in zip(starts, keys, strict=False):
-        parent = hashlib.blake2b(parent + content[start : start + page_bytes] + key, digest_size=16).digest()
-        hashes.append(parent)
-    return hashes
-
+from crossdock.workers.schedule.request.page_hashes import PageHash
 
 HOLE = -1
 """Stands in a list of pages for a page that no token to come can see."""
@@ -78,13 +43,13 @@ class PrefixHit(NamedTuple):
 
     num_pages: int  # of each group, holes included: the prefix has as many times page_size tokens
     by_group: tuple[Sequence[int], ...]  # HOLE: the group's window has passed that page
-    checkpoint: Sequence[int] = ()  # the state after the prefix, where the pool has states
+    snapshot: Sequence[int] = ()  # the state after the prefix, where the pool has states
     num_indexed: int = 0  # pages of the longest prefix that all groups can continue from, with or without a state
 
     @property
     def pages(self) -> list[int]:
         """Return the pages of all groups and of the state, without holes."""
-        return [page for pages in (*self.by_group, self.checkpoint) for page in pages if page >= 0]
+        return [page for pages in (*self.by_group, self.snapshot) for page in pages if page >= 0]
 
 
 class HashChanges:
@@ -100,19 +65,22 @@ class HashChanges:
 
     def take(self) -> tuple[list[PageHash], list[PageHash]]:
         """Return the hashes that came, in order, and those that went."""
-        changes, self._changes = self._changes, {}
+        changes = self._changes
+        self._changes = {}
         return [each for each, came in changes.items() if came], [each for each, came in changes.items() if not came]
 
 
 class PrefixIndex:
-    """The indexed pages of a pool by the prefix that they end, for each group of layers, and its checkpoints."""
+    """The indexed pages of a pool by the prefix that they end, for each group of layers, and its snapshots."""
 
     def __init__(self, windows: Sequence[Window], page_size: int, has_states: bool) -> None:
-        """`windows`: of each group of layers. `has_states`: recurrent layers need a checkpoint at the end of a hit."""
-        self._windows, self._page_size, self._has_states = tuple(windows), page_size, has_states
+        """`windows`: of each group of layers. `has_states`: recurrent layers need a snapshot at the end of a hit."""
+        self._windows = tuple(windows)
+        self._page_size = page_size
+        self._has_states = has_states
         self._has_windows = any(window is not None for window in windows)
         self.by_group: tuple[dict[PageHash, int], ...] = tuple({} for _ in windows)
-        self.checkpoints: dict[PageHash, Sequence[int]] = {}  # the pages of each
+        self.snapshots: dict[PageHash, Sequence[int]] = {}  # the pages of each
         self.changes = HashChanges()  # of the first group, which has no window if any has none
 
     def add(self, group: int, page_hash: PageHash, page: int) -> None:
@@ -135,16 +103,17 @@ class PrefixIndex:
         """Return the longest indexed prefix of `hashes` that every group can continue from.
 
         A group without a window needs all its pages. A group with one needs those that the next token sees. Recurrent
-        layers need a checkpoint at the end. Where another replica computes what follows, `needs_state` is False, and
+        layers need a snapshot at the end. Where another replica computes what follows, `needs_state` is False, and
         the first token that is computed here is the one at `position`; None: the one after the prefix.
         """
         if len(self._windows) == 1 and not self._has_windows:  # each waiting prompt is looked up in each step
             pages = self._run(hashes, 0)
             num_indexed = len(pages)
-            num_pages = self._last_checkpoint(hashes, num_indexed) if needs_state else num_indexed
-            checkpoint = self._checkpoint(hashes, num_pages, needs_state)
-            return PrefixHit(num_pages, (pages[:num_pages],), checkpoint, num_indexed)
-        found, num_pages = list[list[int]](), len(hashes)
+            num_pages = self._last_snapshot(hashes, num_indexed) if needs_state else num_indexed
+            snapshot = self._snapshot(hashes, num_pages, needs_state)
+            return PrefixHit(num_pages, (pages[:num_pages],), snapshot, num_indexed)
+        found = list[list[int]]()
+        num_pages = len(hashes)
         for group, window in enumerate(self._windows):
             if window is None:
                 found.append(self._run(hashes[:num_pages], group))
@@ -152,11 +121,11 @@ class PrefixIndex:
                 found.append([self.by_group[group].get(page_hash, HOLE) for page_hash in hashes[:num_pages]])
             num_pages = len(found[-1])
         num_pages = num_indexed = self._without_gap(found, num_pages, position)
-        while needs_state and (shorter := self._last_checkpoint(hashes, num_pages)) < num_pages:
+        while needs_state and (shorter := self._last_snapshot(hashes, num_pages)) < num_pages:
             num_pages = self._without_gap(found, shorter, position)
         firsts = [self._first(group, num_pages, position) for group in range(len(found))]
         by_group = ([HOLE] * first + pages[first:num_pages] for first, pages in zip(firsts, found, strict=True))
-        return PrefixHit(num_pages, tuple(by_group), self._checkpoint(hashes, num_pages, needs_state), num_indexed)
+        return PrefixHit(num_pages, tuple(by_group), self._snapshot(hashes, num_pages, needs_state), num_indexed)
 
     def parts(self, hashes: Sequence[PageHash]) -> PrefixHit:
         """Return the indexed pages of a prefix, and `MISSING` for each further page that a hit of all would need."""
@@ -164,7 +133,7 @@ class PrefixIndex:
         for group, index in enumerate(self.by_group):
             first = self._first(group, len(hashes))
             by_group.append([HOLE] * first + [index.get(page_hash, MISSING) for page_hash in hashes[first:]])
-        return PrefixHit(len(hashes), tuple(by_group), self.checkpoints.get(hashes[-1], ()))
+        return PrefixHit(len(hashes), tuple(by_group), self.snapshots.get(hashes[-1], ()))
 
     def _without_gap(self, found: Sequence[Sequence[int]], num_pages: int, position: int | None) -> int:
         """Return the longest prefix of up to `num_pages` pages for which the groups with windows lack no page."""
@@ -172,19 +141,20 @@ class PrefixIndex:
             num_pages = gap  # a longer prefix would need the missing page as well
         return num_pages
 
-    def _last_checkpoint(self, hashes: Sequence[PageHash], num_pages: int) -> int:
-        """Return the pages of the longest prefix of up to `num_pages` that has a checkpoint; all if none is needed."""
-        while self._has_states and num_pages and hashes[num_pages - 1] not in self.checkpoints:
+    def _last_snapshot(self, hashes: Sequence[PageHash], num_pages: int) -> int:
+        """Return the pages of the longest prefix of up to `num_pages` that has a snapshot; all if none is needed."""
+        while self._has_states and num_pages and hashes[num_pages - 1] not in self.snapshots:
             num_pages -= 1
         return num_pages
 
-    def _checkpoint(self, hashes: Sequence[PageHash], num_pages: int, needs_state: bool = True) -> Sequence[int]:
+    def _snapshot(self, hashes: Sequence[PageHash], num_pages: int, needs_state: bool = True) -> Sequence[int]:
         """Return the state after so many pages of a prefix; none where no state is needed."""
-        return self.checkpoints[hashes[num_pages - 1]] if self._has_states and needs_state and num_pages else ()
+        return self.snapshots[hashes[num_pages - 1]] if self._has_states and needs_state and num_pages else ()
 
     def _run(self, hashes: Sequence[PageHash], group: int) -> list[int]:
         """Return the pages of a group for `hashes`, up to the first that it lacks."""
-        pages, index = list[int](), self.by_group[group]
+        pages = list[int]()
+        index = self.by_group[group]
         for page_hash in hashes:
             page = index.get(page_hash)
             if page is None:

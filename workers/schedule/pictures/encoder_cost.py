@@ -2,13 +2,14 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field
 
 from crossdock.workers.schedule.cost.cost_fit import non_negative_solution
-from crossdock.workers.schedule.pictures.items import Item
+from crossdock.workers.schedule.request.items import Item
 
 _Floats = NDArray[np.float64]
 _SCALE = np.array([1.0, 1e2, 1e5])  # the columns differ by many orders of magnitude
@@ -18,7 +19,7 @@ _MEMORY = 64  # batches after which an observation's weight is 1/e
 
 
 class EncoderCost(BaseModel):
-    """seconds(batch of pictures) = base + per_row·Σ rows + per_square·Σ rows². Measured, never configured.
+    """seconds(batch of pictures) = base + per_embedding_token·Σ rows + per_square·Σ rows². Measured, never configured.
 
     Rows are those of the encoder's output, one for each placeholder. A model has a fixed number of patches for each
     row, and patches of one picture attend to each other. Patches of a video attend within their own group of frames:
@@ -28,27 +29,48 @@ class EncoderCost(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     base: float = Field(0.0, ge=0)
-    per_row: float = Field(0.0, ge=0)
+    per_embedding_token: float = Field(0.0, ge=0)
     per_square: float = Field(0.0, ge=0)
 
     @property
     def coefficients(self) -> tuple[float, float, float]:
         """Return the coefficients in the order of the fields, for live profiles."""
-        return self.base, self.per_row, self.per_square
+        return self.base, self.per_embedding_token, self.per_square
 
     def slowed(self, scale: float) -> "EncoderCost":
         """Return the cost of a device that takes `scale` times as long."""
-        base, per_row, per_square = (scale * each for each in self.coefficients)
-        return EncoderCost(base=base, per_row=per_row, per_square=per_square)
+        base, per_embedding_token, per_square = (scale * each for each in self.coefficients)
+        return EncoderCost(base=base, per_embedding_token=per_embedding_token, per_square=per_square)
 
     def seconds(self, items: Iterable[Item]) -> float:
         """Return the predicted seconds in which `items` are encoded in one batch; 0 without items."""
-        added = [self.added_seconds(item.num_rows, item.num_parts) for item in items]
-        return self.base + sum(added) if added else 0.0
+        shapes = [
+            (item.num_embedding_tokens, item.num_embedding_tokens * item.num_embedding_tokens / item.num_parts)
+            for item in items
+        ]
+        rows = sum(rows for rows, _ in shapes)
+        squares = sum(square for _, square in shapes)
+        return float(batch_seconds(*self.coefficients, len(shapes), rows, squares))
 
-    def added_seconds(self, num_rows: int, num_parts: int = 1) -> float:
+    def added_seconds(self, num_embedding_tokens: int, num_parts: int = 1) -> float:
         """Return the seconds that one more picture, or video of so many parts, adds to a batch."""
-        return self.per_row * num_rows + self.per_square * num_rows * num_rows / num_parts
+        return float(
+            batch_seconds(
+                0.0,
+                *self.coefficients[1:],
+                1,
+                num_embedding_tokens,
+                num_embedding_tokens * num_embedding_tokens / num_parts,
+            )
+        )
+
+
+def batch_seconds(base: Any, per_embedding_token: Any, per_square: Any, num_items: Any, rows: Any, squares: Any) -> Any:
+    """Return the seconds of one batch of pictures; 0 without items. Floats, or arrays of replicas.
+
+    `rows`: of all items together. `squares`: sum of the squares of the rows of each part of an item.
+    """
+    return base * (num_items > 0) + per_embedding_token * rows + per_square * squares
 
 
 @dataclass(slots=True)
@@ -67,10 +89,12 @@ class EncoderCostFit:
     def __post_init__(self) -> None:
         if not self.sweep:
             raise ValueError("sweep must have at least one measured batch")
-        matrix, vector = np.zeros((3, 3)), np.zeros(3)
+        matrix = np.zeros((3, 3))
+        vector = np.zeros(3)
         for rows, seconds in self.sweep:
             columns = _columns(rows) / seconds
-            matrix, vector = matrix + np.outer(columns, columns), vector + columns
+            matrix = matrix + np.outer(columns, columns)
+            vector = vector + columns
         self._sweep_sums = matrix, vector
         self._fit()
 
@@ -83,17 +107,21 @@ class EncoderCostFit:
             return predicted
         self._rejected_in_a_row = self._rejected_in_a_row + 1 if is_outlier else 0
         scale = min(max(predicted, seconds / _OUTLIER), seconds * _OUTLIER)
-        parts = [item.num_rows / item.num_parts for item in items for _ in range(item.num_parts)]
-        columns, keep = _columns(parts) / scale, 1 - 1 / _MEMORY
+        parts = [item.num_embedding_tokens / item.num_parts for item in items for _ in range(item.num_parts)]
+        columns = _columns(parts) / scale
+        keep = 1 - 1 / _MEMORY
         matrix, vector = self._sums
         self._sums = keep * matrix + np.outer(columns, columns), keep * vector + columns * (seconds / scale)
         self._fit()
         return predicted
 
     def _fit(self) -> None:
-        (matrix, vector), (later, later_vector) = self._sweep_sums, self._sums
-        base, per_row, per_square = non_negative_solution(matrix + later, vector + later_vector) / _SCALE
-        self.cost = EncoderCost(base=float(base), per_row=float(per_row), per_square=float(per_square))
+        (matrix, vector) = self._sweep_sums
+        (later, later_vector) = self._sums
+        base, per_embedding_token, per_square = non_negative_solution(matrix + later, vector + later_vector) / _SCALE
+        self.cost = EncoderCost(
+            base=float(base), per_embedding_token=float(per_embedding_token), per_square=float(per_square)
+        )
 
 
 def _columns(rows: Sequence[float]) -> _Floats:

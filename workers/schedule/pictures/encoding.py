@@ -13,20 +13,12 @@ from typing import NamedTuple
 
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
-from crossdock.workers.schedule.pictures.items import Item, items_in
 from crossdock.workers.schedule.pictures.whole_items import check_fit, least_tokens, most_tokens
-from crossdock.workers.schedule.request import Request, Status
-from crossdock.workers.schedule.submission import InvalidField
-
-
-class EncoderWork(NamedTuple):
-    """Lists the work of a step before its forward pass: forget embeddings, then encode items in one batch."""
-
-    evicted: Sequence[bytes] = ()  # content hashes
-    items: Sequence[Item] = ()
-
-
-NO_ENCODER_WORK = EncoderWork()
+from crossdock.workers.schedule.policies.chunking import Candidate, ChunkBudget
+from crossdock.workers.schedule.request.batch import NO_ENCODER_WORK, EncoderWork
+from crossdock.workers.schedule.request.items import Item, items_in
+from crossdock.workers.schedule.request.request import Request, Status
+from crossdock.workers.schedule.request.submission import InvalidField
 
 
 class ItemFailure(NamedTuple):
@@ -43,7 +35,7 @@ class ItemStop(NamedTuple):
     before: int  # tokens of the chunk that ends before the item; 0 or less: there is none
     limit: str  # why the chunk ends before the item, if it does
     has_room: bool  # in the cache: the item may be encoded in this step, if a token of it then fits
-    seconds: float  # that the step then takes for items
+    seconds: float  # seconds that the step then takes for items
     has_floor: bool  # it may also take time that streams do not leave: it could encode no less
 
 
@@ -52,7 +44,7 @@ class EncoderTotals:
     """Counts since the start."""
 
     num_encoded: int = 0  # items
-    num_rows: int = 0  # of these
+    num_embedding_tokens: int = 0  # embedding tokens of the encoded items
     num_hits: int = 0  # items that a request read from the cache when it reached them
     num_evicted: int = 0
 
@@ -61,7 +53,7 @@ class EncoderTotals:
 class Encoding:
     """Plans the encoder's work for the chunks of each step.
 
-    `capacity`: rows of embeddings that the cache holds. One item may exceed the capacity where its request would
+    `capacity`: embedding tokens that the cache holds. One item may exceed the capacity where its request would
     otherwise stand still: inside a picture, with the next picture in the same page.
     """
 
@@ -81,8 +73,8 @@ class Encoding:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     @property
-    def num_rows(self) -> int:
-        """Return how many rows of embeddings are in memory."""
+    def num_embedding_tokens(self) -> int:
+        """Return how many embedding tokens are in memory."""
         return self._num_rows
 
     def seconds(self, items: Sequence[Item]) -> float:
@@ -127,12 +119,12 @@ class Encoding:
         if not self.capacity:
             raise InvalidField("prompt has pictures, and this replica encodes none", "prompt")
         is_chunked = config.enable_chunked_prefill
-        rows = {item.content_hash: item.num_rows for item in request.items}
+        rows = {item.content_hash: item.num_embedding_tokens for item in request.items}
         most = max(rows.values(), default=0) if is_chunked else sum(rows.values())
         if most > self.capacity:
             what = "a picture" if is_chunked else "all pictures together, which one step must compute,"
             raise InvalidField(
-                f"{what} of this prompt needs {most} rows of embeddings; the cache holds {self.capacity} "
+                f"{what} of this prompt needs {most} embedding tokens; the cache holds {self.capacity} "
                 f"(--mm-encoder-cache)",
                 "prompt",
             )
@@ -146,7 +138,8 @@ class Encoding:
 
         `is_starving`: whether a request has waited so long that it goes before all classes.
         """
-        self._first_without_room, self._is_starving = "", is_starving
+        self._first_without_room = ""
+        self._is_starving = is_starving
         self._in_step.clear()
         for content_hash, readers in list(self._readers.items()):
             for name, request in list(readers.items()):
@@ -164,7 +157,10 @@ class Encoding:
         large one out for ever. Only requests inside an item go on, so that they give their room back. No request waits
         for the room of a less urgent one, which streams may leave no time to go on.
         """
-        passed, passed_seconds, seen, kept = list[Item](), 0.0, set[bytes](), self._kept_from(request)
+        passed = list[Item]()
+        passed_seconds = 0.0
+        seen = set[bytes]()
+        kept = self._kept_from(request)
         is_inside = any(request.id in readers for readers in self._readers.values())
         may_exceed = is_inside or not kept
         has_turn = is_inside or self._first_without_room in ("", request.id)
@@ -174,14 +170,14 @@ class Encoding:
                 continue
             seen.add(item.content_hash)
             before = self._before(request, start, item, page_size)
-            has_room = item.num_rows <= room or (may_exceed and before <= 0)
-            room -= item.num_rows
+            has_room = item.num_embedding_tokens <= room or (may_exceed and before <= 0)
+            room -= item.num_embedding_tokens
             if has_room and item.content_hash in self._rows:  # it stays: items before it cannot have its rows
                 continue
             passed.append(item)
             seconds = self._added(passed)
             reason = f"takes {seconds * 1e3:.0f} ms" if has_room else "finds no room in the cache"
-            limit = f"encoder: an item of {item.num_rows} rows {reason}"
+            limit = f"encoder: an item of {item.num_embedding_tokens} rows {reason}"
             is_least = not self._planned and (not passed_seconds or before <= 0)
             has_floor = is_least or seconds <= passed_seconds  # it adds none, or the step can encode no less
             yield ItemStop(item.start, before, limit, has_room, seconds, has_floor)
@@ -209,12 +205,12 @@ class Encoding:
                 self._rows.move_to_end(item.content_hash)
             readers[request.id] = request
         for item in missing:
-            self._make_room(item.num_rows, request)
-            self._rows[item.content_hash] = item.num_rows
-            self._num_rows += item.num_rows
+            self._make_room(item.num_embedding_tokens, request)
+            self._rows[item.content_hash] = item.num_embedding_tokens
+            self._num_rows += item.num_embedding_tokens
             self._planned[item.content_hash] = item
             self.totals.num_encoded += 1
-            self.totals.num_rows += item.num_rows
+            self.totals.num_embedding_tokens += item.num_embedding_tokens
         return seconds
 
     def take_work(self) -> EncoderWork:
@@ -222,7 +218,8 @@ class Encoding:
         if not self._evicted and not self._planned:
             return NO_ENCODER_WORK
         work = EncoderWork(tuple(self._evicted), tuple(self._planned.values()))
-        self._evicted, self._planned = [], {}
+        self._evicted = []
+        self._planned = {}
         return work
 
     def forget(self, content_hash: bytes) -> None:
@@ -235,7 +232,9 @@ class Encoding:
         self._rows.clear()
         self._readers.clear()
         self._in_step.clear()
-        self._num_rows, self._evicted, self._planned = 0, [], {}
+        self._num_rows = 0
+        self._evicted = []
+        self._planned = {}
         self._first_without_room = ""
 
     def _missing(self, request: Request, start: int, end: int) -> list[Item]:
@@ -269,14 +268,14 @@ class Encoding:
     def _most_urgent_reader(self, content_hash: bytes) -> tuple[float, float]:
         return min(map(self._urgency, self._readers.get(content_hash, {}).values()), default=(inf, 0))
 
-    def _make_room(self, num_rows: int, request: Request) -> None:
+    def _make_room(self, num_embedding_tokens: int, request: Request) -> None:
         """Evict embeddings for an item of a request: first of items that no request is inside, then by urgency."""
-        if self._num_rows + num_rows <= self.capacity:
+        if self._num_rows + num_embedding_tokens <= self.capacity:
             return
         kept = self._kept_from(request)
         found = [content_hash for content_hash in self._rows if content_hash not in kept]
         for content_hash in sorted(found, key=self._most_urgent_reader, reverse=True):  # stable: least recently used
-            if self._num_rows + num_rows <= self.capacity:
+            if self._num_rows + num_embedding_tokens <= self.capacity:
                 return
             self._evict(content_hash)
 
@@ -297,3 +296,40 @@ def _is_inside(request: Request, content_hash: bytes) -> bool:
         item.content_hash == content_hash and item.start < request.num_scheduled_tokens and item.end > computed
         for item in request.items
     )
+
+
+class PromptChunk(NamedTuple):
+    """The next chunk of a prompt."""
+
+    num_tokens: int
+    limit: str = ""  # why the chunk is not longer, if an item is the reason
+
+
+def chunk_with_items(
+    encoding: Encoding, request: Request, prompt: Candidate, budget: ChunkBudget, threshold: int, page_size: int
+) -> PromptChunk:
+    """Return the chunk of a prompt with items, with the items that must be encoded for it.
+
+    An item is taken if its rows fit, and then a token of it. Else the chunk ends on the page boundary before the item.
+    Where items are kept whole, no chunk ends inside one.
+    """
+    start = prompt.start
+    limit = ""
+    num_tokens = encoding.outside_items(request, start, budget.chunk(prompt, threshold, page_size), page_size)
+    for stop in encoding.stops(request, start, page_size):
+        if stop.start >= start + num_tokens:
+            break
+        if stop.has_room:
+            passing = prompt._replace(encoder_seconds=stop.seconds, has_floor=stop.has_floor)
+            longer = encoding.outside_items(request, start, budget.chunk(passing, threshold, page_size), page_size)
+            if start + longer > max(stop.start, start):
+                num_tokens = longer
+                continue
+        if not stop.has_room and stop.before <= 0:
+            encoding.stand_still(request)
+        num_tokens = min(num_tokens, max(stop.before, 0))
+        limit = stop.limit
+        break
+    if not budget.is_chunked and start + num_tokens < request.num_tokens:
+        num_tokens = 0
+    return PromptChunk(num_tokens, limit)

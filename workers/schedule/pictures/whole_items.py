@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.request import Request
-from crossdock.workers.schedule.submission import InvalidField
+from crossdock.workers.schedule.request.items import Item
+from crossdock.workers.schedule.request.request import Request
+from crossdock.workers.schedule.request.submission import InvalidField
 
 
 def most_tokens(items: Sequence[Item], start: int, stop: int, page_size: int) -> int:

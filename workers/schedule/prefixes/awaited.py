@@ -5,13 +5,14 @@ request back, until these pages have landed, or have failed, or do not land in t
 for the request it is a prefix hit. A page that has not landed is computed.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 from crossdock.workers.schedule import kv
-from crossdock.workers.schedule.memory.prefix_index import MISSING, PageHash, PrefixHit
-from crossdock.workers.schedule.request import Request, Status
+from crossdock.workers.schedule.memory.prefix_index import MISSING, PrefixHit
+from crossdock.workers.schedule.request.page_hashes import PageHash
+from crossdock.workers.schedule.request.request import Request, Status
 from crossdock.workers.schedule.table import RequestTable
 
 
@@ -51,7 +52,8 @@ class Awaited:
         The request waits no longer than `until`, in seconds on the clock of arrival times. None: the request cannot
         start now because pages are short, earlier pages for it are still arriving, or nothing is missing.
         """
-        table, pages = self.table, self.table.pages
+        table = self.table
+        pages = self.table.pages
         if request.status is not Status.WAITING or self.is_arriving(request) or not kv.may_share(table, request):
             return None
         num_cached = kv.match_prefix(table, request).num_pages
@@ -60,14 +62,15 @@ class Awaited:
         hashes = request.prefix_hashes(num_pages * pages.page_size, pages.page_size)
         whole = pages.prefixes.parts(hashes)
         num_missing = [group.count(MISSING) for group in whole.by_group]
-        num_new = sum(num_missing) + (0 if whole.checkpoint else pages.state_pages)
+        num_new = sum(num_missing) + (0 if whole.snapshot else pages.state_pages)
         needed = num_new + table.needs.num_to_start(request.num_tokens, whole)
         needed += table.room_for_outputs() + table.num_growth_pages(request)
-        if not pages.stock.can_allocate(needed, shared=whole.pages):
+        if not pages.block_pool.can_allocate(needed, shared=whole.pages):
             return None
         request.num_awaited += 1
         owner = self._owner(request)
-        table.awaited[owner], request.awaits_pages_until = request, until
+        table.awaited[owner] = request
+        request.awaits_pages_until = until
         request.expected_cached_tokens = num_pages * pages.page_size
         return AwaitedPrefix(request, owner, hashes, num_cached, *self._allocate(owner, whole, num_missing))
 
@@ -82,7 +85,7 @@ class Awaited:
             for group, count in enumerate(num_missing)
             for number, page in pages.fill_gaps(owner, group, count)
         ]
-        if not pages.state_pages or whole.checkpoint:
+        if not pages.state_pages or whole.snapshot:
             return sorted(empty), ()
         pages.states.allocate(owner, arrives=True)
         return sorted(empty), pages.states.newest(owner)
@@ -91,20 +94,23 @@ class Awaited:
         """Index the first `num_pages` pages of the prefix, which hold their tokens now; with the last, also its state.
 
         May be called again with more pages, until `end`."""
-        pages, before, prefix.num_landed = self.table.pages, prefix.num_landed, num_pages
+        pages = self.table.pages
+        before = prefix.num_landed
+        prefix.num_landed = num_pages
         if num_pages > before:
             pages.index(prefix.owner, prefix.hashes[:num_pages], first=before)
             if prefix.state and num_pages == len(prefix.hashes):
                 pages.states.index(prefix.owner, prefix.state, prefix.hashes)
 
-    def end(self, prefix: AwaitedPrefix, may_be_written: bool = False) -> None:
+    def end(self, prefix: AwaitedPrefix, may_be_written: bool = False, only: Collection[int] | None = None) -> None:
         """Let the request go on: nothing more will land. Pages that have landed stay cached.
 
         `may_be_written`: pages that have not landed are quarantined, until `pages.end_quarantine(prefix.owner)`.
+        `only`: of these, the pages that are being written; None: all of them.
         """
         table = self.table
         if may_be_written and prefix.num_landed < len(prefix.hashes):
-            table.pages.quarantine(prefix.owner, prefix.num_landed)
+            table.pages.quarantine(prefix.owner, prefix.num_landed, only)
         else:
             table.pages.release(prefix.owner)
         del table.awaited[prefix.owner]
@@ -112,7 +118,8 @@ class Awaited:
 
     def without_waiting(self, prefills: Sequence[Request]) -> list[Request]:
         """Return the prompts that await no pages, neither of their own nor those that come for another prompt."""
-        table, coming = self.table, self.pages_coming(prefills)
+        table = self.table
+        coming = self.pages_coming(prefills)
         others = [each for each in prefills if not table.awaits_pages(each)]
         if not coming:
             return others

@@ -9,10 +9,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from crossdock.workers.schedule import kv
-from crossdock.workers.schedule.memory.prefix_index import PageHash
-from crossdock.workers.schedule.pacing.forecast import Forecast
+from crossdock.workers.schedule.forecast import Forecast
 from crossdock.workers.schedule.prefixes.awaited import Awaited, AwaitedPrefix
-from crossdock.workers.schedule.request import Request, Status
+from crossdock.workers.schedule.request.page_hashes import PageHash
+from crossdock.workers.schedule.request.request import Request, Status
 from crossdock.workers.schedule.table import RequestTable
 
 
@@ -21,8 +21,8 @@ class _Fetch:
     """The fetch of one request's prefix."""
 
     request: Request
-    num_pages: int  # of the prefix that the other replica has, or is believed to have
-    num_here: int  # of these, that need not come any more
+    num_pages: int  # pages of the prefix that the other replica has, or is believed to have
+    num_here: int  # pages of the prefix that need not come any more
     longest_s: float  # without news, whatever the prediction
     prefix: AwaitedPrefix | None = None  # None: nothing is granted yet
 
@@ -52,7 +52,8 @@ class BorrowedPrefixes:
         """Take pages for the first `num_tokens` tokens, which the other replica has.
 
         None: nothing is missing here, the request waits no more, or there are too few pages."""
-        fetch, num_pages = self._fetches.get(key), num_tokens // self.table.pages.page_size
+        fetch = self._fetches.get(key)
+        num_pages = num_tokens // self.table.pages.page_size
         if fetch is None or not self._seconds_left(fetch, now) or not 0 < num_pages <= fetch.num_pages:
             return None
         prefix = self.awaited.begin(fetch.request, num_pages, fetch.request.awaits_pages_until)
@@ -60,7 +61,9 @@ class BorrowedPrefixes:
             self.awaited.end(prefix)
             return None
         if prefix is not None:
-            fetch.prefix, fetch.num_pages, fetch.num_here = prefix, num_pages, prefix.num_landed
+            fetch.prefix = prefix
+            fetch.num_pages = num_pages
+            fetch.num_here = prefix.num_landed
             self._wait(fetch, now)
         return prefix
 
@@ -111,7 +114,8 @@ class BorrowedPrefixes:
 
     def _is_one_piece(self, prefix: AwaitedPrefix) -> bool:
         """Return whether all pages after those that are here are empty: the other replica writes all of them."""
-        pages, empty = self.table.pages, {each.page for each in prefix.empty}
+        pages = self.table.pages
+        empty = {each.page for each in prefix.empty}
         groups = pages.live_pages_of(prefix.owner)
         written = {page for start, live in groups for page in live[max(prefix.num_landed - start, 0) :]}
         return written == empty and bool(prefix.state) == bool(pages.state_pages)
@@ -123,7 +127,8 @@ class BorrowedPrefixes:
 
     def _wait(self, fetch: _Fetch, now: float) -> None:
         """Set the time at which the request stops waiting, unless there is news by then."""
-        size, seconds = self.table.pages.page_size, fetch.longest_s
+        size = self.table.pages.page_size
+        seconds = fetch.longest_s
         if fetch.num_pages > fetch.num_here:
             tokens = fetch.num_here * size, fetch.num_pages * size
             seconds = min(self.forecast.compute_seconds(fetch.request, *tokens), seconds)

@@ -10,16 +10,18 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, NamedTuple
 
-from crossdock.workers.schedule.memory.prefix_index import HashChanges, PageHash
+from crossdock.workers.schedule.memory.prefix_index import HashChanges
+from crossdock.workers.schedule.request.page_hashes import PageHash
 
 _MOST_REMEMBERED = 1 << 17  # evicted pages that may still be wanted again: 16 MB of hashes
 _MOST_COUNTED = 4096.0  # evictions in the share of those that were wanted again: older ones count less
 _MOST_REPORTED = 1 << 16  # pages of a tier that a router hears of at once, the newest: 1.6 MB of hashes
 _WEIGHT = 0.1  # of one more measurement in a mean
+_MOST_TIMES = 10.0  # the mean before, which one measurement counts at most: a volume that hung once is used again
 
 
 class PageKey(NamedTuple):
-    """Names the content of a page of one group of layers; group `STATES` is a checkpoint, of one page or more."""
+    """Names the content of a page of one group of layers; group `STATES` is a snapshot, of one page or more."""
 
     group: int
     page_hash: PageHash
@@ -30,7 +32,9 @@ class ReturnShare:
 
     def __init__(self) -> None:
         self._gone: OrderedDict[PageHash, None] = OrderedDict()  # evicted, oldest first
-        self._num_evicted, self._num_returned = 2.0, 1.0  # as if half of two pages had returned
+        # As if half of two pages had returned.
+        self._num_evicted = 2.0
+        self._num_returned = 1.0
 
     @property
     def share(self) -> float:
@@ -42,7 +46,8 @@ class ReturnShare:
             self._gone.popitem(last=False)
         self._num_evicted += 1
         if self._num_evicted > _MOST_COUNTED:
-            self._num_evicted, self._num_returned = self._num_evicted / 2, self._num_returned / 2
+            self._num_evicted = self._num_evicted / 2
+            self._num_returned = self._num_returned / 2
 
     def wanted(self, hashes: Iterable[PageHash]) -> None:
         """Count the pages that a request lacks in the pool."""
@@ -95,12 +100,12 @@ class PageTier:
         """Note a page that lies here now, and the seconds that storing it took."""
         self.hold([key])
         self.num_stores += 1
-        self.store_s += (seconds - self.store_s) * _WEIGHT
+        self.store_s = _learnt(self.store_s, seconds)
 
     def loaded(self, num_pages: int, seconds: float) -> None:
         """Note that so many pages were loaded, in `seconds` all together."""
         self.num_loads += num_pages
-        self.load_s += (seconds / num_pages - self.load_s) * _WEIGHT
+        self.load_s = _learnt(self.load_s, seconds / num_pages)
 
     def lost(self, key: PageKey) -> None:
         """Note a page that could not be loaded: it was deleted, or is not what was stored."""
@@ -135,9 +140,15 @@ class TierPages:
         """Return the tiers that lack a page and in which the page is worth its bytes.
 
         `compute_s`: seconds to compute the page again; 0: not known, and every page is stored."""
-        gained, share = compute_s or inf, self.returns.share
+        gained = compute_s or inf
+        share = self.returns.share
         return [tier for tier in self.tiers if key not in tier.pages and share * (gained - tier.load_s) > tier.store_s]
 
     def holder(self, key: PageKey) -> PageTier | None:
         """Return the fastest tier that has a page; None: none has it."""
         return next((tier for tier in self.tiers if key in tier.pages), None)
+
+
+def _learnt(mean: float, measured: float) -> float:
+    """Return a mean of seconds with one more measurement."""
+    return mean + (min(measured, _MOST_TIMES * mean) - mean) * _WEIGHT

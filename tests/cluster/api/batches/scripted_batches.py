@@ -14,8 +14,8 @@ from crossdock.cluster.api.batches.lines import Line
 from crossdock.cluster.api.batches.pace import Pace
 from crossdock.cluster.api.batches.worker import BatchWorker
 from crossdock.cluster.dispatch.dispatcher import ModelCard
-from crossdock.workers.schedule.request import TokenDelta
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.request import TokenDelta
+from crossdock.workers.schedule.request.submission import Submission
 from tests.waiting import until
 
 CHATS = "/v1/chat/completions"
@@ -50,11 +50,11 @@ def lines(count: int, **body: Any) -> bytes:
     return b"".join(json.dumps(one).encode() + b"\n" for one in made)
 
 
-def created(folder: BatchFolder, content: bytes, tenant: str = "", lifetime_s: int = 600) -> str:
+def created(folder: BatchFolder, content: bytes, owner: str = "", lifetime_s: int = 600) -> str:
     """Store a file and create its batch. Returns the id of the batch."""
-    file = folder.create_file(tenant, io.BytesIO(content), "in.jsonl", "batch")
+    file = folder.create_file(owner, io.BytesIO(content), "in.jsonl", "batch")
     fields = {"input_file_id": file["id"], "endpoint": CHATS, "completion_window": "24h", "metadata": None}
-    name: str = folder.create_batch(Owner(tenant), fields, lifetime_s)["id"]
+    name: str = folder.create_batch(Owner(owner), fields, lifetime_s)["id"]
     return name
 
 
@@ -62,16 +62,16 @@ def worker(folder: BatchFolder, answer: Callable[[Line, Owner, str], Awaitable[t
     return BatchWorker(folder, answer, Pace(NoSource(), lambda: 2))
 
 
-async def ended(folder: BatchFolder, name: str, tenant: str = "") -> Any:
+async def ended(folder: BatchFolder, name: str, owner: str = "") -> Any:
     """Wait for the end of a batch, and return its object."""
-    await until(lambda: folder.batch(tenant, name)["status"] in TERMINAL)
-    return folder.batch(tenant, name)
+    await until(lambda: folder.batch(owner, name)["status"] in TERMINAL)
+    return folder.batch(owner, name)
 
 
-def records(folder: BatchFolder, batch: Any, tenant: str = "") -> list[Any]:
+def records(folder: BatchFolder, batch: Any, owner: str = "") -> list[Any]:
     """Return all records of an ended batch, those of errors last."""
     files = [batch[field] for field in ("output_file_id", "error_file_id") if batch[field]]
-    return [json.loads(line) for file in files for line in folder.content(tenant, file).read_text().splitlines()]
+    return [json.loads(line) for file in files for line in folder.content(owner, file).read_text().splitlines()]
 
 
 async def _serve(root: str) -> None:

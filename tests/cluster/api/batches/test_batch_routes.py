@@ -13,7 +13,7 @@ import pytest
 
 from crossdock.cluster.api.batches.folder import TERMINAL
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.slo import SloClass
+from crossdock.workers.schedule.request.slo import SloClass
 from tests.cluster.api.batches.scripted_batches import CHATS
 from tests.cluster.api.engine_api import EngineApi
 from tests.waiting import until
@@ -61,8 +61,9 @@ def rounded(value: Any) -> Any:
     return pytest.approx(value, abs=1e-3) if isinstance(value, float) else value
 
 
+SHOWN = {"chat_template": "{{ messages[0].content }}"}
 BODIES = {
-    CHATS: {"messages": HI, "max_tokens": 4, "seed": 3, "logprobs": True, "chat_template": "q"},
+    CHATS: {"messages": [{"role": "user", "content": "q"}], "max_tokens": 4, "seed": 3, "logprobs": True, **SHOWN},
     "/v1/completions": {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0},
     "/v1/embeddings": {"input": ["a", "b"]},
 }
@@ -137,8 +138,9 @@ async def test_batch_uses_the_share_of_the_tenant_that_a_gateway_named(
         batch = await user.batches.create(input_file_id=file.id, endpoint="/v1/completions", completion_window="24h")
         assert (await ended(user, batch.id)).request_counts.completed == 1
         metrics = (await api.http.get("/metrics")).text
-        assert set(re.findall(r'crossdock_charged_seconds_total{.*?tenant="(\w+)"', metrics)) == {"acme"}
-        assert "payer" not in (await user.batches.retrieve(batch.id)).model_dump()
+        accounts = set(re.findall(r'crossdock_charged_seconds_total{.*?tenant="([^"]*)"', metrics))
+        assert {name.partition("/")[2] for name in accounts} == {"acme"}, "after the name of the gateway's key"
+        assert "tenant" not in (await user.batches.retrieve(batch.id)).model_dump()
 
 
 @pytest.mark.parametrize(
@@ -147,7 +149,8 @@ async def test_batch_uses_the_share_of_the_tenant_that_a_gateway_named(
         ({"endpoint": "/v1/models"}, "endpoint"),
         ({"completion_window": "soon"}, "completion_window"),
         ({"input_file_id": "../secret"}, "file_id"),
-        ({"output_expires_after": {"seconds": 3600}}, "output_expires_after"),
+        ({"output_expires_after": {"seconds": 0}}, "output_expires_after.seconds"),
+        ({"output_expires_after": {"seconds": 3600, "anchor": "now"}}, "output_expires_after.anchor"),
         ({"metadata": {"a" * 65: "b"}}, "metadata"),
     ],
 )
@@ -159,6 +162,25 @@ async def test_wrong_batch_is_refused_by_its_field(
         answer = await api.http.post("/v1/batches", json=given | fields)
         assert answer.status_code in (400, 404)
         assert answer.json()["error"]["param"] == param
+
+
+async def test_expiry_of_a_file_or_of_results_is_taken_and_a_header_says_that_files_stay(
+    tokenizer: ModelTokenizer, tmp_path: Path
+) -> None:
+    of_file = {"expires_after[anchor]": "created_at", "expires_after[seconds]": "3600"}
+    async with serving(tokenizer, tmp_path) as api:
+        form: dict[str, Any] = {"files": {"file": ("a.jsonl", b"{}")}, "data": {"purpose": "batch", **of_file}}
+        taken = await api.http.post("/v1/files", **form)
+        assert taken.status_code == 200
+        assert "'expires_after' changes nothing" in taken.headers["warning"]
+        body = {"input_file_id": taken.json()["id"], "endpoint": CHATS, "completion_window": "24h"}
+        for expiry in ({}, {"output_expires_after": {"anchor": "created_at", "seconds": 3600}}):
+            created = await api.http.post("/v1/batches", json={**body, **expiry})
+            assert created.status_code == 200, created.text
+            warnings = created.headers.get_list("warning")
+            assert [warning.partition(" changes nothing: ")[0] for warning in warnings] == [
+                f"299 crossdock \"'{name}'" for name in expiry
+            ]
 
 
 async def test_wrong_uploads_are_refused(tokenizer: ModelTokenizer, tmp_path: Path) -> None:

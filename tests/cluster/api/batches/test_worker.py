@@ -14,14 +14,15 @@ from typing import Any
 import pytest
 
 from crossdock.cluster.api.batches import folder as folder_module
+from crossdock.cluster.api.batches import run as run_module
 from crossdock.cluster.api.batches import worker as worker_module
 from crossdock.cluster.api.batches.folder import BatchFolder, Owner
 from crossdock.cluster.api.batches.lines import MOST_LINE_BYTES, Line
 from crossdock.cluster.api.batches.pace import Pace
 from crossdock.cluster.api.batches.results import Results
 from crossdock.cluster.api.errors import ApiError
-from crossdock.workers.schedule.request import TokenDelta
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.request import TokenDelta
+from crossdock.workers.schedule.request.submission import Submission
 from tests.cluster.api.batches.scripted_batches import (
     CHATS,
     NoSource,
@@ -179,7 +180,7 @@ async def test_batch_that_fails_is_not_run_again_at_once(
     folder: BatchFolder, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A batch created later runs meanwhile. The first one runs again when its time comes, or another process looks."""
-    monkeypatch.setattr(worker_module, "_LOOK_S", 0.001)
+    monkeypatch.setattr(worker_module, "LOOK_S", 0.001)
     monkeypatch.setattr(worker_module, "_FAILED_S", (600.0, 600.0))
     failing, places, is_full = created(folder, lines(2)), list[Path](), True
 
@@ -191,7 +192,7 @@ async def test_batch_that_fails_is_not_run_again_at_once(
                     raise OSError("no space left")
             super().__init__(place)
 
-    monkeypatch.setattr(worker_module, "Results", FullDisk)
+    monkeypatch.setattr(run_module, "Results", FullDisk)
     serving = worker(folder, Scripted())
     serving.start()
     await until(lambda: bool(places))
@@ -233,7 +234,7 @@ async def test_two_workers_of_one_folder_answer_each_line_once(folder: BatchFold
 async def test_line_that_the_server_cannot_take_now_is_tried_again(
     folder: BatchFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker_module, "_RETRY_S", (0.001, 0.01))
+    monkeypatch.setattr(run_module, "_RETRY_S", (0.001, 0.01))
     asked = Counter[str]()
 
     async def answer(line: Line, owner: Owner, request_id: str) -> tuple[int, bytes]:
@@ -258,12 +259,11 @@ async def test_pace_lets_a_line_begin_when_one_before_it_gets_its_first_token() 
     pace, entered = Pace(Source(), lambda: 1), list[str]()
 
     async def line(name: str) -> None:
-        await pace.enter()
-        pace.begin(name)
+        await pace.enter("", name)
         entered.append(name)
         async for _ in pace.generate(Submission(name, [1], request_id=name)):
             pass
-        pace.end(name)
+        pace.leave(name)
 
     tasks = [asyncio.create_task(line(name)) for name in gates]
     await until(lambda: len(entered) == 4)
@@ -275,12 +275,12 @@ async def test_pace_lets_a_line_begin_when_one_before_it_gets_its_first_token() 
     assert len(entered) == 20
 
 
-def test_tenants_have_their_own_objects_and_names_are_no_paths(folder: BatchFolder, tmp_path: Path) -> None:
+def test_owners_have_their_own_objects_and_names_are_no_paths(folder: BatchFolder, tmp_path: Path) -> None:
     (tmp_path / "secret").write_text("x")
     file = folder.create_file("one", io.BytesIO(b"x"), "../../up", "batch")
     assert folder.files("one") == [file]
     assert folder.files("two") == []
-    for tenant, name in (
+    for owner, name in (
         ("two", file["id"]),
         ("one", "../../one/files/" + file["id"]),
         ("one", "../../../secret"),
@@ -288,7 +288,7 @@ def test_tenants_have_their_own_objects_and_names_are_no_paths(folder: BatchFold
         ("one", file["id"] + "\n"),
     ):
         with pytest.raises(ApiError, match="There is no file") as error:
-            folder.content(tenant, name)
+            folder.content(owner, name)
         assert error.value.status == 404
     assert folder.content("one", file["id"]).read_bytes() == b"x"
 

@@ -8,7 +8,7 @@ import pytest
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest, CompletionRequest
 from crossdock.cluster.api.body.generation_body import GenerationBody
 from crossdock.cluster.api.errors import ApiError
-from crossdock.workers.schedule.submission import Grammar, SamplingParams
+from crossdock.workers.schedule.request.submission import Grammar, SamplingParams
 
 VOCAB = 1000
 

@@ -24,7 +24,7 @@ from crossdock.cluster.api.body.messages_body import CountTokensRequest, Message
 from crossdock.cluster.api.body.other_fields import NO_EFFECT, REFUSED
 from crossdock.cluster.api.body.responses_body import ResponsesRequest
 from crossdock.cluster.api.errors import ApiError
-from crossdock.workers.schedule.submission import Grammar, SamplingParams
+from crossdock.workers.schedule.request.submission import Grammar, SamplingParams
 from tests.cluster.api.body.field_table import KNOWN, PAGE, honoured, known, written_page
 from tests.cluster.api.scripted_api import HI
 

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest, CompletionRequest, GenerationBody
 from crossdock.cluster.api.body.generation_defaults import GenerationConfig, GenerationDefaults
@@ -95,3 +96,39 @@ def test_defaults_apply_to_fields_that_the_body_leaves_out(serve: Serve, engine:
     params = [submission.sampling for submission in engine.submissions]
     assert [(each.temperature, each.top_k) for each in params] == [(0.6, 20), (0.0, 0), (0.6, 20), (0.6, 20)]
     assert [each.max_tokens for each in params][2:] == [30, 40]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("num_beams", 4),
+        ("no_repeat_ngram_size", 3),
+        ("suppress_tokens", [5]),
+        ("bad_words_ids", [[5]]),
+        ("forced_eos_token", "x"),
+        ("min_new_tokens", 10),
+        ("guidance_scale", 1.5),
+        ("typical_p", 0.9),
+        ("stop_strings", ["END"]),
+        ("something_new", "x"),
+    ],
+)
+def test_field_that_no_request_would_follow_is_refused_by_name(name: str, value: Any, tmp_path: Path) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps({name: value}))
+    with pytest.raises(ValueError, match=rf"generation_config\.json: {name} is .*vllm ignores this file"):
+        GenerationDefaults.read(tmp_path)
+    assert GenerationDefaults.read(tmp_path, "vllm") == GenerationDefaults()
+
+
+def test_fields_without_effect_are_passed_over(tmp_path: Path) -> None:
+    """Such fields stand in files that transformers writes, and in published ones."""
+    written = transformers.GenerationConfig().to_dict() | {"max_length": 4096, "cache_implementation": "hybrid"}
+    written |= {
+        "_from_model_config": True,
+        "num_beams": 1,
+        "length_penalty": 1.0,
+        "chat_format": "chatml",
+        "do_sample": True,
+    }
+    (tmp_path / "generation_config.json").write_text(json.dumps(written))
+    assert not GenerationDefaults.read(tmp_path).sampling

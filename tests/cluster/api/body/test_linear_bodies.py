@@ -24,7 +24,7 @@ from crossdock.cluster.api.body.responses_body import ResponsesRequest
 from crossdock.cluster.api.body.stop_strings import StopStrings, StopTable
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.text.reasoning_grammar import ReasoningGrammar
-from crossdock.workers.schedule.submission import Grammar
+from crossdock.workers.schedule.request.submission import Grammar
 from tests.cluster.api.linear_time import CHARACTERS, LONG, assert_linear
 
 CONVERSATIONS = [ChatCompletionRequest, MessagesRequest, CountTokensRequest, ResponsesRequest]

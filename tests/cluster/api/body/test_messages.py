@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 
 from crossdock.cluster.api.body.messages import template_messages
+from crossdock.cluster.api.body.response_items import input_items
 from crossdock.cluster.api.errors import ApiError
 
 
@@ -55,3 +56,25 @@ def test_content_stays_in_parts_for_templates_that_read_parts() -> None:
     as_texts = [[{"type": "text", "text": text} for text in texts] for texts in (["a", "b"], ["c"])]
     assert [message["content"] for message in template_messages(messages, keeps_parts=True)] == as_texts
     assert [message["content"] for message in template_messages(messages)] == ["a\nb", "c"]
+
+
+@pytest.mark.parametrize("calls", [None, []])
+def test_message_without_calls_has_no_field_for_calls(calls: Any) -> None:
+    """The templates of Llama 3.1 to 3.3 ask whether a message has the field."""
+    [seen] = template_messages([{"role": "assistant", "content": "yo", "tool_calls": calls}])
+    assert "tool_calls" not in seen
+
+
+def test_refusal_of_the_assistant_is_text() -> None:
+    parts = [{"type": "text", "text": "Well."}, {"type": "refusal", "refusal": "No."}]
+    assert template_messages([{"role": "assistant", "content": parts}])[0]["content"] == "Well.\nNo."
+    [item] = input_items([{"role": "assistant", "content": [{"type": "output_text", "text": "Well."}, parts[1]]}])
+    assert [part["text"] for part in item["content"]] == ["Well.", "No."]
+    for role, part in (
+        ("user", parts[1]),
+        ("assistant", {"type": "refusal"}),
+        ("assistant", {"type": "refusal", "refusal": 5}),
+    ):
+        with pytest.raises(ApiError) as refused:
+            template_messages([{"role": role, "content": [part]}])
+        assert refused.value.param == "messages[0].content[0]"

@@ -141,9 +141,9 @@ def test_every_event_of_a_chat_has_the_usage_of_its_choice(client: openai.OpenAI
     assert counts[-1] == counts[-2]
 
 
-def test_usage_in_every_event_needs_usage(http: httpx.Client) -> None:
+def test_usage_in_every_event_without_usage_is_no_usage_as_in_vllm(http: httpx.Client) -> None:
     body = {"prompt": "Hi", "stream": True, "stream_options": {"continuous_usage_stats": True}}
-    refused(http.post("/v1/completions", json=body), 400, param="stream_options.continuous_usage_stats")
+    assert all(event.get("usage") is None for event in events(http.post("/v1/completions", json=body)))
 
 
 def test_prompt_token_ids_are_streamed_once(http: httpx.Client, engine: ScriptedDispatcher) -> None:
@@ -228,8 +228,8 @@ def test_template_gets_documents_and_effort(
     wide: httpx.Client, engine: ScriptedDispatcher, tokenizer: ModelTokenizer
 ) -> None:
     def prompt(template: str, **fields: Any) -> str:
-        chat(wide, chat_template=template, **fields)
-        return tokenizer.decode(engine.submissions[-1].prompt_token_ids)
+        chat(wide, chat_template=f"{template}{{{{ messages[0].content }}}}", **fields)
+        return tokenizer.decode(engine.submissions[-1].prompt_token_ids).removesuffix("Hi")
 
     assert prompt("{{ documents[0].text }}!", documents=[{"text": "fox"}]) == "fox!"
     effort = "{{ reasoning_effort }} {{ enable_thinking }}"
@@ -237,6 +237,49 @@ def test_template_gets_documents_and_effort(
     assert prompt(effort, reasoning_effort="none") == "none False"
     assert prompt(effort, reasoning_effort="low", chat_template_kwargs={"enable_thinking": False}) == "low False"
     assert prompt("{{ enable_thinking }}", reasoning_effort="max") == "True"
+    assert prompt("{{ verbosity }}", verbosity="low") == "low"
+
+
+def test_tokenize_shows_documents_as_chats_do(wide: httpx.Client, engine: ScriptedDispatcher) -> None:
+    template = "{% for each in documents %}[{{ each.text }}]{% endfor %}{{ messages[0].content }}"
+    fields = {"documents": [{"text": "fox"}, {"text": "dog"}], "chat_template": template}
+    chat(wide, **fields)
+    found = wide.post("/tokenize", json={"messages": HI, **fields}).json()
+    assert found["tokens"] == engine.submissions[-1].prompt_token_ids
+    unread = {**fields, "chat_template": "{{ messages[0].content }}"}
+    for body in ({"messages": HI, **unread}, {"prompt": "Hi", "documents": fields["documents"]}):
+        refused(wide.post("/tokenize", json=body), 400, param="documents")
+    assert wide.post("/tokenize", json={"prompt": "Hi", "documents": []}).status_code == 200
+
+
+UNREAD = ("reasoning_effort", "verbosity", "thinking_token_budget")
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "names"),
+    [
+        ("chat/completions", {"messages": HI, **dict(zip(UNREAD, ("low", "high", 5), strict=True))}, UNREAD),
+        ("chat/completions", {"messages": HI, "reasoning_effort": "none", "verbosity": "medium"}, ()),
+        ("responses", {"input": "Hi", "reasoning": {"effort": "high"}}, ("reasoning.effort",)),
+        ("responses", {"input": "Hi", "text": {"verbosity": "low"}}, ("text.verbosity",)),
+        (
+            "messages",
+            {"messages": HI, "max_tokens": 5, "thinking": {"type": "enabled", "budget_tokens": 1024}},
+            ("thinking.budget_tokens",),
+        ),
+    ],
+)
+@pytest.mark.parametrize("is_streamed", [False, True])
+def test_field_that_this_model_cannot_follow_is_taken_and_a_header_says_so(
+    http: httpx.Client, path: str, fields: dict[str, Any], names: tuple[str, ...], is_streamed: bool
+) -> None:
+    """Agents set an effort once for all models."""
+    answer = http.post(f"/v1/{path}", json={**fields, "stream": is_streamed})
+    assert answer.status_code == 200, answer.text
+    warnings = answer.headers.get_list("warning")
+    assert len(warnings) == len(names)
+    for warning, name in zip(warnings, names, strict=True):
+        assert warning.startswith(f"299 crossdock \"'{name}' changes nothing: ")
 
 
 def test_neutral_fields_are_accepted_where_the_model_cannot_follow_them(http: httpx.Client) -> None:

@@ -8,8 +8,8 @@ from crossdock.cluster.api.heap import keep_one_heap
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.http.listener import listen
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.request import TokenDelta
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.request import TokenDelta
+from crossdock.workers.schedule.request.submission import Submission
 from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import ScriptedDispatcher
 from tests.cluster.ports import free_port

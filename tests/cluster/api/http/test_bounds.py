@@ -14,7 +14,7 @@ from crossdock.cluster.api.body.bodies import Body, CompletionRequest, Detokeniz
 from crossdock.cluster.api.body.response_items import check_size, input_items
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.submission import InvalidField
+from crossdock.workers.schedule.request.submission import InvalidField
 from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, Serve, refused
 
 TOOL = {"type": "function", "function": {"name": "f"}}

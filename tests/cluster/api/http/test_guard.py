@@ -1,7 +1,9 @@
 """HttpGuard over sockets: API keys, their limits, body sizes, request ids, time limits and clients that leave."""
 
+import asyncio
 import json
 import re
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,8 @@ from pydantic import ValidationError
 
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.request.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.request.submission import Submission
 from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, Serve, complete, events, guarded, raw, refused
 from tests.waiting import eventually
@@ -229,13 +232,32 @@ def test_client_leaving_fast_stream_aborts_it(url: str, engine: ScriptedDispatch
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_request_over_time_limit_is_ended(serve: Serve, engine: ScriptedDispatcher, n: int) -> None:
+def test_request_over_time_limit_is_ended(
+    serve: Serve, engine: ScriptedDispatcher, n: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     http = serve(request_timeout_s=0.3)
     engine.script = lambda s: [60.0]
     for stream in (False, True):
         answer = http.post("/v1/completions", json={"prompt": "Hi", "n": n, "stream": stream})
         assert "0.3 s" in refused(answer, 504, type="server_error", code="request_timeout")["message"]
-    engine.script = lambda s: [*engine.story(s)[:3], 60.0]
+    clocks: list[asyncio.Timeout] = []
+    timeout = asyncio.timeout
+
+    def kept(seconds: float | None) -> asyncio.Timeout:
+        clock = timeout(seconds)
+        if seconds == 3600.0:
+            clocks.append(clock)
+        return clock
+
+    def script(submission: Submission) -> Iterator[Any]:
+        yield from engine.story(submission)[:3]
+        if clocks[-1].when():  # no other choice has done so
+            clocks[-1].reschedule(0.0)  # the limit is over now, however long the tokens took
+        yield 60.0
+
+    monkeypatch.setattr(asyncio, "timeout", kept)
+    http = serve(request_timeout_s=3600.0)
+    engine.script = script
     *chunks, last = events(http.post("/v1/completions", json={"prompt": "Hi", "n": n, "stream": True}))
     assert chunks
     assert last["error"]["code"] == "request_timeout"

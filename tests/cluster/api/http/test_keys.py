@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from crossdock.cluster.api.errors import ApiError
 from crossdock.cluster.api.http.keys import ApiKey, KeyRing
 from crossdock.cluster.api.http.limits import ASK_S, READS_PER_MINUTE, Account, Charge, Ledger, Loan, Unit
-from crossdock.cluster.api.http.payers import Payers
+from crossdock.cluster.api.http.tenant_reader import TenantReader
 from tests.waiting import Clock
 
 CLASSES = ("interactive", "batch")
@@ -173,7 +173,7 @@ def test_key_file_is_checked_once_a_second(tmp_path: Path, monkeypatch: pytest.M
     assert 4 <= looks.count(path) <= 6
 
 
-def test_cache_salt_differs_between_tenants() -> None:
+def test_cache_salt_differs_between_owners() -> None:
     """Keys share a salt only within a group, and no two pairs of group and salt give the same."""
     first, second = ApiKey(key="a"), ApiKey(key="b")
     assert first.cache_salt("") != second.cache_salt("")
@@ -340,17 +340,30 @@ def test_seconds_of_another_ingress_are_borrowed() -> None:
     refusal(partial(ingresses[0].reserve_seconds, 150))
 
 
-def test_payer_is_the_key_or_whom_a_trusted_header_names() -> None:
+def test_tenant_is_the_key_or_whom_a_trusted_header_names() -> None:
     gateway, own = ApiKey(key="g", name="gate", weight=2, names_tenants=True), ApiKey(key="k", weight=3)
-    payers, headers = Payers("X-Tenant", {"gold": 5.0}), {b"x-tenant": b"gold"}
-    assert payers.of(own, headers) == (own.tenant[:8], 3.0), "a client's key names no tenant"
-    assert payers.of(gateway, headers) == ("gold", 5.0)
-    assert payers.of(gateway, {b"x-tenant": b"other"}) == ("other", 2.0)
-    assert payers.of(gateway, {}) == ("gate", 2.0)
-    assert payers.of(None, headers) == ("gold", 5.0)
-    assert Payers().of(None, headers) == ("", 1.0), "the header is not trusted"
+    tenant_reader, headers = TenantReader("X-Tenant", {"gold": 5.0}), {b"x-tenant": b"gold"}
+    assert tenant_reader.of(own, headers) == (own.owner[:8], 3.0, ""), "a client's key names no tenant"
+    assert tenant_reader.of(gateway, headers) == ("gold", 5.0, "gate")
+    assert tenant_reader.of(gateway, {b"x-tenant": b"other"}) == ("other", 2.0, "gate")
+    assert tenant_reader.of(gateway, {}) == ("gate", 2.0, "")
+    assert tenant_reader.of(None, headers) == ("gold", 5.0, "")
+    assert TenantReader().of(None, headers) == ("", 1.0, ""), "the header is not trusted"
     with pytest.raises(ApiError, match="X-Tenant"):
-        payers.of(None, {b"x-tenant": b"two words"})
+        tenant_reader.of(None, {b"x-tenant": b"two words"})
+
+
+def test_tenants_of_two_keys_share_no_account_though_their_names_are_equal() -> None:
+    """The name of a key, and what two gateways call a tenant of theirs."""
+    tenant_reader, headers = TenantReader("X-Tenant"), {b"x-tenant": b"search"}
+    keys = [ApiKey(key="a", name="search")]
+    keys += [ApiKey(key=name, name=name, names_tenants=True) for name in ("one", "two")]
+    accounts = [tenant_reader.of(key, headers).account for key in keys]
+    assert accounts == ["search", "one/search", "two/search"]
+    nameless = [ApiKey(key=name, names_tenants=True) for name in ("c", "d")]
+    assert len({tenant_reader.of(key, headers).account for key in nameless}) == 2
+    stored = tenant_reader.of(keys[1], {})
+    assert tenant_reader.named(keys[1], stored.name) == stored, "a batch keeps the name alone"
 
 
 class Ingresses:
@@ -362,8 +375,8 @@ class Ingresses:
         self.silent: set[int] = set()
         self.ledgers = [Ledger(count, clock, partial(self.ask, number)) for number in range(count)]
 
-    async def ask(self, asker: int, tenant: str, unit: Unit, amount: float) -> list[Loan]:
-        assert tenant == self.key.tenant
+    async def ask(self, asker: int, owner: str, unit: Unit, amount: float) -> list[Loan]:
+        assert owner == self.key.owner
         self.num_asked += 1
         return [
             ledger.account(self.key).lend(unit, amount)

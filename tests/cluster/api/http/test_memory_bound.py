@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from crossdock.cluster.api.http.http_config import HttpConfig
-from crossdock.cluster.serve.memory import used_by_family
+from crossdock.workers.model.memory.host_memory import used_by_family
 from tests.cluster.api.http.memory_server import serve
 from tests.cluster.api.unread import unread
 from tests.waiting import eventually

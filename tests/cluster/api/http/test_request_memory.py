@@ -143,7 +143,7 @@ async def test_answer_counts_until_it_is_read() -> None:
         await send({"type": "http.response.body", "body": b"x" * size})
 
     port = free_port()
-    server = await listen(guarded(app, memory_bytes=20 * MIB), "127.0.0.1", port)
+    server = await listen(guarded(app, memory=Shares(20 * MIB)), "127.0.0.1", port)
     async with asyncio.timeout(60), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
         with unread(port, b"GET / HTTP/1.1\r\nhost: a\r\n\r\n") as wire:
             wire.setblocking(False)
@@ -188,7 +188,7 @@ async def test_of_large_bodies_that_come_together_as_many_are_served_as_fit() ->
         headers = [(b"content-length", b"%d" % size)]
         await guard({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive, send)
 
-    guard = guarded(app, size, memory_bytes=most)
+    guard = guarded(app, size, memory=Shares(most))
     async with asyncio.timeout(60), asyncio.TaskGroup() as clients:
         for _ in range(64):
             clients.create_task(ask(guard))

@@ -119,7 +119,7 @@ async def test_no_trace_log_or_metric_of_an_engine_shows_a_key_or_a_prompt(
             assert (refusal.status_code, "41" in refusal.text) == (400, False)
             metrics = (await api.http.get("/metrics")).text
             with monkeypatch.context() as broken:
-                broken.setattr(Engine, "step", lambda _: [][0])
+                broken.setattr(Engine, "step", lambda *_: [][0])
                 answer = await api.ask(prompt=TOKENS)
             assert answer.status_code == 500
             assert answer.json()["error"]["message"] == "Internal server error."

@@ -15,8 +15,8 @@ from crossdock.cluster.dispatch import connections
 from crossdock.cluster.dispatch.attempt import Attempt
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, SlowReader
 from crossdock.cluster.dispatch.loop_clock import LoopClock
-from crossdock.workers.schedule.request import TokenDelta, TokenLogprobs
-from crossdock.workers.schedule.submission import SamplingParams, Submission
+from crossdock.workers.schedule.request.request import TokenDelta, TokenLogprobs
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import ScriptedDispatcher
 from tests.cluster.api.unread import STREAM, unread
@@ -47,7 +47,7 @@ async def test_stream_that_is_not_read_is_aborted(engine: ScriptedDispatcher, to
     await server.close(1)
 
 
-async def test_tenant_that_leaves_most_unread_in_all_loses_a_request_and_not_the_one_with_the_longest(
+async def test_owner_that_leaves_most_unread_in_all_loses_a_request_and_not_the_one_with_the_longest(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(connections, "MOST_UNREAD", 220)
@@ -58,9 +58,9 @@ async def test_tenant_that_leaves_most_unread_in_all_loses_a_request_and_not_the
     dispatcher.join("a", replica, replica.profile)
     await ready(dispatcher)
 
-    def begun(name: str, tenant: str, logprobs: int | None) -> AsyncGenerator[TokenDelta, None]:
+    def begun(name: str, owner: str, logprobs: int | None) -> AsyncGenerator[TokenDelta, None]:
         sampling = SamplingParams(max_tokens=50, temperature=0.0, ignore_eos=True, logprobs=logprobs)
-        return dispatcher.generate(Submission(name, [3] * 30, sampling, tenant=tenant))  # type: ignore[return-value]
+        return dispatcher.generate(Submission(name, [3] * 30, sampling, key_owner=owner))  # type: ignore[return-value]
 
     streams = {name: begun(name, "many", None) for name in ("a", "b", "c")} | {"d": begun("d", "one", 1)}
     for stream in streams.values():

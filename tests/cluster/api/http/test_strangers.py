@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -98,6 +99,60 @@ def test_server_that_others_may_reach_answers_to_any_name(serve: Serve, fields: 
     http = serve(**fields)
     http.headers["authorization"] = "Bearer k"
     assert statuses(http, [*LOCAL, *OTHERS]) == {200}
+
+
+def acts(http: httpx.Client, **headers: str) -> set[int]:
+    """Return the statuses of requests that a browser sends for a page without asking the server before."""
+    sent = {name.replace("_", "-"): value for name, value in headers.items()}
+    form = {"files": {"file": ("a.jsonl", b"{}")}, "data": {"purpose": "batch"}}
+    cases: list[tuple[str, dict[str, Any]]] = [
+        ("/pause", {}),
+        ("/resume", {}),
+        ("/reset_prefix_cache", {}),
+        ("/v1/files", form),
+    ]
+    return {http.post(path, headers=sent, **body).status_code for path, body in cases}
+
+
+FOREIGN = [
+    {"origin": "https://evil.example"},
+    {"origin": "null"},
+    {"origin": "http://localhost.evil.example:8000"},
+    {"origin": "http://[broken"},
+    {"sec_fetch_site": "cross-site"},
+    {"origin": "https://evil.example", "sec_fetch_site": "same-origin"},
+]
+OWN = [
+    {},
+    {"origin": "http://localhost:3000", "sec_fetch_site": "same-site"},
+    {"origin": "http://127.0.0.1:8000", "sec_fetch_site": "same-origin"},
+    {"origin": "https://llm.example"},
+    {"origin": "https://chat.example", "sec_fetch_site": "cross-site"},
+    {"origin": "chrome-extension://abcdef", "sec_fetch_site": "none"},
+]
+
+
+def test_page_of_another_site_does_not_act_on_a_server_without_keys(serve: Serve, tmp_path: Path) -> None:
+    http = serve(allowed_hosts=("llm.example",), allowed_origins=("https://chat.example",), batch_folder=str(tmp_path))
+    for headers in FOREIGN:
+        assert acts(http, **headers) == {403}, headers
+    for headers in OWN:
+        statuses = acts(http, **headers)
+        assert 403 not in statuses, headers
+        assert 200 in statuses, headers
+    error = refused(http.post("/pause", headers={"origin": "https://evil.example"}), 403, code="origin_not_allowed")
+    assert "'https://evil.example'" in error["message"]
+    assert "--allowed-origins" in error["message"]
+    assert http.get("/health", headers={"origin": "https://evil.example"}).status_code == 200
+
+
+def test_page_of_any_site_may_act_where_keys_or_the_operator_say_so(serve: Serve, tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    for http in (serve(allowed_origins=("*",), batch_folder=folder), serve(api_keys=("k",), batch_folder=folder)):
+        http.headers["authorization"] = "Bearer k"
+        assert http.post(
+            "/v1/completions", json={"prompt": "Hi"}, headers={"origin": "https://evil.example"}
+        ).is_success
 
 
 @asynccontextmanager

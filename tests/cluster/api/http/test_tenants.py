@@ -12,6 +12,7 @@ import httpx
 import pytest
 
 from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.http.keys import ApiKey
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.router.fleet import RouterConfig
@@ -127,7 +128,7 @@ async def test_headers_of_a_key_count_its_own_requests_alone(tokenizer: ModelTok
         assert int(answer.headers["x-ratelimit-remaining-tokens"]) >= 100_000 - 203, "it fills again as time passes"
         shown = {name for name in answer.headers if name.startswith("x-")}
         of_key = [f"{part}-{unit}" for part in ("limit", "remaining", "reset") for unit in ("requests", "tokens")]
-        assert shown == {"x-request-id", *(f"x-ratelimit-{name}" for name in of_key)}
+        assert shown == {"x-request-id", "x-slo-class", *(f"x-ratelimit-{name}" for name in of_key)}
 
 
 async def test_refusal_for_load_shows_seconds_alone(tokenizer: ModelTokenizer) -> None:
@@ -148,7 +149,7 @@ async def test_refusal_for_load_shows_seconds_alone(tokenizer: ModelTokenizer) -
                 r"Retry in [\d.]+ s, ask for a less urgent class, or name none and wait",
                 message,
             ), message
-            assert {name for name in answer.headers if name.startswith("x-")} == {"x-request-id"}
+            assert {name for name in answer.headers if name.startswith("x-")} == {"x-request-id", "x-slo-class"}
 
 
 # -- cached prefixes ---------------------------------------------------------------------------------------------------
@@ -208,8 +209,9 @@ async def test_seconds_of_tenants_are_shown_to_operators_and_limit_a_key(tokeniz
         error = refused(await api.ask("standard", key="mine"), 429)
         assert "0.001 seconds per minute" in error["message"]
         metrics = (await api.http.get("/metrics")).text
-        charged = dict(re.findall(r'crossdock_charged_seconds_total{.*?tenant="(\w+)".*?} (\S+)', metrics))
-        assert charged.keys() == {"searching", "acme"}
+        charged = dict(re.findall(r'crossdock_charged_seconds_total{.*?tenant="([^"]*)".*?} (\S+)', metrics))
+        of_gateway = f"{ApiKey(key='gate').owner[:8]}/acme"
+        assert charged.keys() == {"searching", of_gateway}
         assert min(map(float, charged.values())) > 0
         shown = [
             (await api.http.get("/v1/requests/of-mine", headers={"authorization": f"Bearer {key}"})).json()

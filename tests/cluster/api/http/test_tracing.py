@@ -185,7 +185,7 @@ async def test_traces_that_one_key_chose_leave_questions_to_other_keys_and_to_th
     monkeypatch.setattr(tracing, "SETTLE_S", (0.0,))
     asked, ended, gate = list[str](), list[str](), asyncio.Event()
 
-    async def timelines(request_id: str, tenant: str | None) -> list[Any]:
+    async def timelines(request_id: str, owner: str | None) -> list[Any]:
         asked.append(request_id)
         await gate.wait()
         ended.append(request_id)
@@ -266,8 +266,8 @@ async def test_failing_timelines_disturb_no_request(
     class Another(InProcess):
         """A replica of another version."""
 
-        async def timelines(self, request_id: str, tenant: str | None) -> list[dict[str, Any]]:
-            return [part | {"leg": "both"} for part in await super().timelines(request_id, tenant)]
+        async def timelines(self, request_id: str, owner: str | None) -> list[dict[str, Any]]:
+            return [part | {"leg": "both"} for part in await super().timelines(request_id, owner)]
 
     async with TracedApi(tokenizer, [Another()]) as api:
         assert (await api.ask()).status_code == 200

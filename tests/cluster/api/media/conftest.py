@@ -14,7 +14,7 @@ from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.media.media import Media
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.serve.media import open_media
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.submission import Submission
 from tests.cluster.api.media.hostile_scene import HostileScene, hostile_scene
 from tests.cluster.api.media.picture_models import MODELS, encoded, picture
 from tests.cluster.api.one_model import one_model_api

@@ -107,14 +107,14 @@ class PreparedHere:
             kind: Place(each.written, each.placeholder, each.placeholder_id) for kind, each in families.items()
         }
         self.placeholders = {kind: place.token_id for kind, place in self.places.items()}
-        assert all(each.tried() == {"is_ready": True} for each in self._prepare.values())
+        assert all(each.tried() == {"is_ready": True, "passed_over": []} for each in self._prepare.values())
         self._files = files
 
     def check(self, pictures: list[Picture]) -> None:
         """Accept all."""
 
     async def prepare(
-        self, pictures: list[Picture], most_rows: int | None, *, salt: str, tenant: str
+        self, pictures: list[Picture], most_embedding_tokens: int | None, *, salt: str, owner: str
     ) -> list[ReadyPicture]:
         asked = [(each, {"data": self._files[each.url], "detail": each.detail}) for each in pictures]
         answers = [self._prepare[each.kind](given) for each, given in asked]

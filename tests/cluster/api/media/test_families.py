@@ -18,7 +18,7 @@ from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
 from crossdock.workers.model.pictures.vision import why_text_alone
 from crossdock.workers.schedule.pictures.families import PICTURE_FAMILIES
-from crossdock.workers.schedule.pictures.items import with_levels
+from crossdock.workers.schedule.request.items import with_levels
 from tests.cluster.api.media.picture_models import MODELS, encoded, image_part, picture, process_settings, saved
 from tests.cluster.api.media.picture_oracle import PreparedHere, prompt_of
 from tests.workers.multimodal import CONFIGS
@@ -54,9 +54,11 @@ def test_prompt_with_pictures_equals_that_of_transformers(kind: str, tmp_path: P
         span = prompt.token_ids[item.start : item.end]
         assert item.start >= at
         assert span[0] == span[-1] == media.placeholders["image"]
-        assert span.count(media.placeholders["image"]) == item.num_rows > 0
+        assert span.count(media.placeholders["image"]) == item.num_embedding_tokens > 0
         at = item.end
-    assert prompt.token_ids.count(media.placeholders["image"]) == sum(item.num_rows for item in prompt.items)
+    assert prompt.token_ids.count(media.placeholders["image"]) == sum(
+        item.num_embedding_tokens for item in prompt.items
+    )
 
 
 @pytest.mark.parametrize("kind", sorted({*PICTURE_FAMILIES, *MODELS, *CONFIGS}))
@@ -82,7 +84,7 @@ def test_equal_pictures_have_equal_hashes_and_others_have_not(tmp_path: Path) ->
 
 
 def test_hash_is_of_the_pixels_whatever_the_process_of_the_picture_says(tmp_path: Path) -> None:
-    """A process that was taken over could claim the hash of another tenant's picture, and so its embeddings."""
+    """A process that was taken over could claim the hash of another owner's picture, and so its embeddings."""
     prepare = prepared(tmp_path)
     one, other = (prepare({"data": encoded(picture(40, 30, seed)), "detail": "auto"}) for seed in (0, 1))
     claimed = as_ready({**other, "hash": as_ready(one).content_hash})
@@ -109,7 +111,7 @@ def test_picture_is_placed_where_its_placeholders_are() -> None:
     ready = [ReadyPicture("", (2, 3), b"a", {}), ReadyPicture("", (1,), b"b", {})]
     token_ids, items = place([5, 9, 6, 9, 7, 9], {"image": 9}, ready)
     assert token_ids == [5, 9, 9, 6, 9, 9, 9, 7, 9]
-    assert [(item.start, item.length, item.num_rows, item.content_hash) for item in items] == [
+    assert [(item.start, item.length, item.num_embedding_tokens, item.content_hash) for item in items] == [
         (1, 6, 5, b"a"),
         (8, 1, 1, b"b"),
     ]
@@ -126,7 +128,7 @@ def test_pixels_of_a_processor_that_mixes_them_travel_as_floats(
     kind = type(prepare._processor._processor)
     usual = kind.normalize
     monkeypatch.setattr(kind, "normalize", lambda self, image, *rest: usual(self, image, *rest) - image.mean())
-    assert prepare.tried() == {"is_ready": True}
+    assert prepare.tried() == {"is_ready": True, "passed_over": []}
     answer = prepare({"data": encoded(picture()), "detail": "auto"})
     assert answer["tensors"].keys() == {"pixel_values"}
     assert answer["tensors"]["pixel_values"][0] == "<f4"

@@ -40,8 +40,8 @@ def _nothing_is_left(scene: HostileScene) -> Iterator[None]:
 def is_busy(scene: HostileScene) -> bool:
     """Return whether any request has a child, a slot, a place or bytes of a file."""
     media = scene.media
-    fetches, files = media._fetcher._turns._tenants, media._fetcher._file_turns._tenants
-    slots = [processes._turns._tenants for processes in media._processes.values()]
+    fetches, files = media._fetcher._turns._owners, media._fetcher._file_turns._owners
+    slots = [processes._turns._owners for processes in media._processes.values()]
     counts = [each.num_used for each in (fetches, files, *slots, *media._places.values())]
     return any(counts) or media._waiting_videos.num_bytes > 0 or bool(children(scene)) or bool(media._running)
 
@@ -118,7 +118,7 @@ def test_client_that_leaves_ends_its_fetch(scene: HostileScene) -> None:
     before = len(scene.host.requests)
     with connection(scene, "a", image_part(scene.url("http://pictures.example:HOST/held"))):
         eventually(lambda: len(scene.host.requests) > before)
-        assert scene.media._fetcher._turns._tenants.num_used == 1
+        assert scene.media._fetcher._turns._owners.num_used == 1
     eventually(lambda: not is_busy(scene))
 
 
@@ -132,7 +132,7 @@ def test_slow_host_delays_neither_other_hosts_nor_other_keys(scene: HostileScene
     turns = scene.media._fetcher._turns
     with ThreadPoolExecutor(60) as pool:
         slow = asked(pool, scene, "a", "pictures.example:HOST/held", 20)
-        eventually(lambda: turns._tenants.num_used == 8)
+        eventually(lambda: turns._owners.num_used == 8)
         others = asked(pool, scene, "a", "a.cdn.example:HOST/dog.png", 4)
         others += asked(pool, scene, "b", "pictures.example:HOST/dog.png", 4)
         assert [each.result().status_code for each in others] == [200] * 8

@@ -92,33 +92,33 @@ async def test_kept_pictures_make_room_for_others(media: Media) -> None:
 async def test_key_with_its_share_of_the_memory_leaves_some_to_others(media: Media) -> None:
     held: dict[str, list[list[ReadyPicture]]] = {"a": [], "b": [], "c": []}
 
-    async def fill(tenant: str) -> None:
+    async def fill(owner: str) -> None:
         while True:
-            held[tenant].append(await media.prepare(one(128, len(held[tenant])), salt=tenant, tenant=tenant))
+            held[owner].append(await media.prepare(one(128, len(held[owner])), salt=owner, owner=owner))
 
-    def taken(tenant: str) -> int:
-        return sum(each.num_bytes for pictures in held[tenant] for each in pictures)
+    def taken(owner: str) -> int:
+        return sum(each.num_bytes for pictures in held[owner] for each in pictures)
 
-    for tenant in held:
+    for owner in held:
         with pytest.raises(ApiError, match="pictures and videos of this API key take its share") as caught:
-            await fill(tenant)
-        assert (caught.value.status, caught.value.param) == (429, f"messages[{len(held[tenant])}]")
+            await fill(owner)
+        assert (caught.value.status, caught.value.param) == (429, f"messages[{len(held[owner])}]")
     size = held["a"][0][0].num_bytes
     assert taken("a") <= MEMORY // 2 < taken("a") + 3 * size
     assert taken("a") > taken("b") > taken("c") >= size
     for pictures in held.values():
         pictures.clear()
-    assert await media.prepare(one(128, 0), salt="c", tenant="c")
+    assert await media.prepare(one(128, 0), salt="c", owner="c")
 
 
 def test_kept_pictures_of_others_are_dropped_only_where_that_makes_room() -> None:
     memory = PictureMemory(1000)
     kept = KeptPictures(1000, memory)
 
-    def add(key: str, num_bytes: int, tenant: str) -> ReadyPicture:
+    def add(key: str, num_bytes: int, owner: str) -> ReadyPicture:
         ready = ReadyPicture("", (), b"", {"a": np.zeros(num_bytes, np.uint8)})
-        memory.add(ready, tenant)
-        kept.keep(key.encode(), ready, tenant)
+        memory.add(ready, owner)
+        kept.keep(key.encode(), ready, owner)
         return ready
 
     def found(*keys: str) -> list[str]:

@@ -90,4 +90,4 @@ def test_image_processor_may_stand_in_the_processors_file(tmp_path: Path) -> Non
     (tmp_path / "preprocessor_config.json").unlink()
     processor = json.loads((tmp_path / "processor_config.json").read_text())
     (tmp_path / "processor_config.json").write_text(json.dumps({**processor, "image_processor": images}))
-    assert Preparation(given).tried() == {"is_ready": True}
+    assert Preparation(given).tried() == {"is_ready": True, "passed_over": []}

@@ -16,8 +16,8 @@ from numpy.typing import NDArray
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.bench.run import BenchOptions, run_bench
-from crossdock.workers.schedule.pictures.items import with_levels
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.items import with_levels
+from crossdock.workers.schedule.request.submission import Submission
 from tests.cluster.api.media.conftest import TEXT, PictureServer
 from tests.cluster.api.media.picture_models import data_url, encoded, image_part, picture
 from tests.cluster.api.one_model import one_model_api
@@ -36,12 +36,16 @@ def test_chat_with_pictures_is_submitted_with_its_items(picture_server: PictureS
     for item, grid in ((first, (1, 8, 10)), (second, (1, 16, 4))):
         assert item.tensors["image_grid_thw"].tolist() == [list(grid)]
         assert item.tensors["pixel_values"].shape[0] == grid[1] * grid[2]
-        assert item.length == item.num_rows == grid[1] * grid[2] // 4
+        assert item.length == item.num_embedding_tokens == grid[1] * grid[2] // 4
         assert set(submission.prompt_token_ids[item.start : item.end]) == {pad}
         assert item.kind == "image"
     assert first.content_hash != second.content_hash
     usage = answer.json()["usage"]
-    assert usage["prompt_tokens"] == len(submission.prompt_token_ids) > first.num_rows + second.num_rows
+    assert (
+        usage["prompt_tokens"]
+        == len(submission.prompt_token_ids)
+        > first.num_embedding_tokens + second.num_embedding_tokens
+    )
 
 
 def test_same_picture_is_processed_once(picture_server: PictureServer) -> None:
@@ -53,7 +57,7 @@ def test_same_picture_is_processed_once(picture_server: PictureServer) -> None:
     assert [new - old for new, old in zip(after, before, strict=True)] == [1, 3]
 
 
-def test_tenants_share_no_processed_picture(picture_server: PictureServer) -> None:
+def test_owners_share_no_processed_picture(picture_server: PictureServer) -> None:
     """The time of an answer must not show that another key has sent the same picture."""
     http = HttpConfig.model_validate({"api_keys": ["a", "b"]})
     engine = ScriptedDispatcher(picture_server.dispatcher.tokenizer, max_model_len=2000)
@@ -76,7 +80,7 @@ def test_tenants_share_no_processed_picture(picture_server: PictureServer) -> No
 
 
 def test_picture_is_shared_only_within_a_cache_salt(picture_server: PictureServer) -> None:
-    """The time of an answer must not show that another tenant has sent the same picture."""
+    """The time of an answer must not show that another owner has sent the same picture."""
     before = picture_server.metric("picture_seconds_count")
     url = png(40, 40, 12)
     for salt in ("a", "b", "a"):

@@ -1,4 +1,4 @@
-"""Videos that wait: they delay no picture, and those of one tenant neither refuse nor long delay another's."""
+"""Videos that wait: they delay no picture, and those of one owner neither refuse nor long delay another's."""
 
 import asyncio
 import resource
@@ -19,7 +19,7 @@ from tests.cluster.api.media.picture_models import data_url, encoded, opened, pi
 from tests.cluster.api.media.video_models import moving, video_file
 
 NUM_FILES = 200
-SLOW = ("slow", "slower")  # tenants whose videos have both processes
+SLOW = ("slow", "slower")  # owners whose videos have both processes
 
 
 @pytest.fixture(scope="module")
@@ -46,28 +46,28 @@ async def settled() -> None:
         await asyncio.sleep(0.02)
 
 
-async def refusal(media: Media, pictures: list[Picture], tenant: str) -> str:
+async def refusal(media: Media, pictures: list[Picture], owner: str) -> str:
     """Return the reason why there is no place or memory for pictures now."""
     with pytest.raises(ApiError) as caught:
-        await media.prepare(pictures, salt="", tenant=tenant)
+        await media.prepare(pictures, salt="", owner=owner)
     assert (caught.value.status, caught.value.param) == (429, pictures[0].param)
     assert caught.value.headers == {"Retry-After": "2"}
     return str(caught.value)
 
 
-async def test_videos_that_wait_leave_room_for_pictures_and_for_other_tenants(
+async def test_videos_that_wait_leave_room_for_pictures_and_for_other_owners(
     media: Media, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(media._places["video"], "most", 4)
     ended = list[str]()
 
-    async def ask(seed: int, tenant: str) -> None:
-        await media.prepare(video(seed), salt="", tenant=tenant)
-        ended.append(tenant)
+    async def ask(seed: int, owner: str) -> None:
+        await media.prepare(video(seed), salt="", owner=owner)
+        ended.append(owner)
 
     turns = media._processes["video"]._turns
-    for tenant in SLOW:  # as videos of many seconds do
-        await turns.acquire(tenant)
+    for owner in SLOW:  # as videos of many seconds do
+        await turns.acquire(owner)
     async with asyncio.TaskGroup() as group:
         for seed in (1, 2):
             group.create_task(ask(seed, "a"))
@@ -79,7 +79,7 @@ async def test_videos_that_wait_leave_room_for_pictures_and_for_other_tenants(
         group.create_task(ask(6, "c"))
         await settled()
         assert "wait already" in await refusal(media, video(7), "d")
-        assert await media.prepare(IMAGE, salt="", tenant="a")
+        assert await media.prepare(IMAGE, salt="", owner="a")
         assert ended == []
         turns.release(SLOW[0])
     media._processes["video"]._turns.release(SLOW[1])
@@ -92,28 +92,28 @@ async def test_files_of_videos_that_wait_leave_memory_for_pictures(
     size = len(video_file(moving(4, seed=1)))
     monkeypatch.setattr(media._waiting_videos._shares, "most", 2 * size + size // 2)
     turns = media._processes["video"]._turns
-    for tenant in SLOW:
-        await turns.acquire(tenant)
+    for owner in SLOW:
+        await turns.acquire(owner)
     async with asyncio.TaskGroup() as group:
         for seed in (1, 2):
             group.create_task(media.prepare(video(seed), salt=""))
         await settled()
         assert "all memory" in await refusal(media, video(3), "")
         assert await media.prepare(IMAGE, salt="")
-        for tenant in SLOW:
-            turns.release(tenant)
+        for owner in SLOW:
+            turns.release(owner)
     assert media._waiting_videos.num_bytes == 0
 
 
-async def test_tenants_take_turns_and_one_that_leaves_loses_none() -> None:
+async def test_owners_take_turns_and_one_that_leaves_loses_none() -> None:
     order = list[str]()
     turns = Turns(1)
     await turns.acquire("first")
 
-    async def take(tenant: str, number: int) -> None:
-        await turns.acquire(tenant)
-        order.append(f"{tenant}{number}")
-        turns.release(tenant)
+    async def take(owner: str, number: int) -> None:
+        await turns.acquire(owner)
+        order.append(f"{owner}{number}")
+        turns.release(owner)
 
     names = [("a", 0), ("a", 1), ("a", 2), ("b", 0), ("c", 0), ("c", 1)]
     tasks = {name: asyncio.create_task(take(*name)) for name in names}
@@ -132,15 +132,15 @@ async def test_tenants_take_turns_and_one_that_leaves_loses_none() -> None:
     assert order == ["c0", "a2", "c1"]
 
 
-async def test_caller_that_leaves_as_a_slot_is_freed_costs_its_tenant_no_turn() -> None:
+async def test_caller_that_leaves_as_a_slot_is_freed_costs_its_owner_no_turn() -> None:
     order = list[str]()
     turns = Turns(1)
     await turns.acquire("first")
 
-    async def take(tenant: str, number: int) -> None:
-        await turns.acquire(tenant)
-        order.append(f"{tenant}{number}")
-        turns.release(tenant)
+    async def take(owner: str, number: int) -> None:
+        await turns.acquire(owner)
+        order.append(f"{owner}{number}")
+        turns.release(owner)
 
     leaves, *tasks = [asyncio.create_task(take(*name)) for name in (("a", 0), ("a", 1), ("b", 0))]
     await asyncio.sleep(0)
@@ -159,7 +159,7 @@ async def test_server_without_free_descriptors_refuses_pictures_and_loses_no_slo
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert await media.prepare(IMAGE, salt="")
-    assert media._processes["image"]._turns._tenants.num_used == 0
+    assert media._processes["image"]._turns._owners.num_used == 0
 
 
 async def test_files_of_many_requests_are_not_all_in_memory_at_once(
@@ -171,9 +171,9 @@ async def test_files_of_many_requests_are_not_all_in_memory_at_once(
     fetched, keyed, most = list[int](), list[int](), 0
     fetch, key = fetcher.fetch, media_module._key
 
-    async def counted_fetch(given: Picture, tenant: str) -> bytes:
+    async def counted_fetch(given: Picture, owner: str) -> bytes:
         nonlocal most
-        data = await fetch(given, tenant)
+        data = await fetch(given, owner)
         fetched.append(len(data))
         most = max(most, len(fetched) - len(keyed))
         return data

@@ -20,7 +20,7 @@ from crossdock.cluster.api.text.prompts import PromptEncoder
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ModelCard
 from crossdock.workers.schedule.pictures.families import PICTURE_FAMILIES
-from crossdock.workers.schedule.pictures.items import with_levels
+from crossdock.workers.schedule.request.items import with_levels
 from tests.cluster.api.media.picture_models import MODELS, encoded, image_part, picture, process_settings, saved
 from tests.cluster.api.media.picture_oracle import PreparedHere
 from tests.cluster.api.media.video_models import (
@@ -83,7 +83,7 @@ def test_prompt_with_videos_equals_that_of_transformers(
         for item in items:
             assert item.kind == ("image" if kind in ("internvl", "smolvlm") else "video")
             placeholder = media.placeholders[item.kind]
-            assert prompt.token_ids[item.start : item.end].count(placeholder) == item.num_rows > 0
+            assert prompt.token_ids[item.start : item.end].count(placeholder) == item.num_embedding_tokens > 0
             assert prompt.token_ids[item.start] == prompt.token_ids[item.end - 1] == placeholder
         assert len({item.content_hash for item in items}) == len(items)
     assert not list(rest)
@@ -100,7 +100,7 @@ def tried(folder: Path, **arguments: Any) -> VideoPreparation:
     """Return a preparation of videos that has been tried."""
     sampling = {"num_frames": 8, "fps": None}
     prepare = VideoPreparation({**process_settings("qwen2_5_vl", folder, **arguments), "sampling": sampling})
-    assert prepare.tried() == {"is_ready": True}
+    assert prepare.tried() == {"is_ready": True, "passed_over": []}
     return prepare
 
 

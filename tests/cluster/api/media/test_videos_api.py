@@ -29,10 +29,10 @@ def test_video_becomes_an_item(picture_server: PictureServer) -> None:
     submission = picture_server.submitted(video_part(url()))
     (item,) = submission.items
     pad = picture_server.media.placeholders["video"]
-    assert (item.kind, item.length) == ("video", item.num_rows)
-    assert submission.prompt_token_ids[item.start : item.end] == [pad] * item.num_rows
+    assert (item.kind, item.length) == ("video", item.num_embedding_tokens)
+    assert submission.prompt_token_ids[item.start : item.end] == [pad] * item.num_embedding_tokens
     groups, rows, columns = item.tensors["video_grid_thw"][0]
-    assert (groups, groups * rows * columns) == (6, 4 * item.num_rows)
+    assert (groups, groups * rows * columns) == (6, 4 * item.num_embedding_tokens)
     assert item.tensors["pixel_values_videos"].dtype == np.uint8
     assert picture_server.ask(video_part(url())).json()["usage"]["prompt_tokens"] == len(submission.prompt_token_ids)
 
@@ -61,7 +61,7 @@ def test_frames_sent_one_by_one_are_a_video(picture_server: PictureServer) -> No
     (item,) = picture_server.submitted(video_part(joined_url(frames, "PNG"))).items
     assert item.tensors["video_grid_thw"][0][0] == 3
     (again,) = picture_server.submitted({"type": "video_url", "video_url": joined_url(frames)}).items
-    assert again.num_rows == item.num_rows
+    assert again.num_embedding_tokens == item.num_embedding_tokens
 
 
 @pytest.mark.parametrize("kind", ["JPEG", "WEBP", "GIF"])

@@ -8,9 +8,10 @@ import httpx
 import pytest
 
 from crossdock.cluster.api.http.http_config import HttpConfig
-from crossdock.cluster.api.routes.adapters import AdapterNames
+from crossdock.cluster.api.routes.adapters import AdapterNames, Naming
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.submission import Adapter
+from crossdock.cluster.dispatch.dispatcher import ReplicaLost
+from crossdock.workers.schedule.request.submission import Adapter
 from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher
 
@@ -27,29 +28,38 @@ def read(name: str, folder: Path) -> Adapter:
 @pytest.fixture(scope="module")
 def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("adapters")
-    for name in ("one", "two", "bad"):
+    for name in ("one", "two", "bad", "wide", "early"):
         (root / "all" / name).mkdir(parents=True)
         (root / "all" / name / "content").write_text(name)
     (root / "outside").mkdir()
     (root / "outside" / "content").write_text("outside")
     (root / "all" / "link").symlink_to(root / "outside")
+    (root / "all" / "linked").mkdir()
+    (root / "all" / "linked" / "content").symlink_to(root / "outside" / "content")
     return root
 
 
 @pytest.fixture
-def told() -> list[tuple[str, Adapter | None]]:
+def told() -> list[tuple[str, Naming]]:
     return []
 
 
 @pytest.fixture
 def http(
-    engine: ScriptedDispatcher, tokenizer: ModelTokenizer, root: Path, told: list[tuple[str, Adapter | None]]
+    engine: ScriptedDispatcher, tokenizer: ModelTokenizer, root: Path, told: list[tuple[str, Naming]]
 ) -> Iterator[httpx.Client]:
-    async def notify(name: str, adapter: Adapter | None) -> None:
-        told.append((name, adapter))
+    async def notify(name: str, naming: Naming) -> None:
+        told.append((name, naming))
 
     keys: Any = ["client", {"key": "operator", "sees_all_requests": True}]
-    adapters = AdapterNames(read, root / "all", notify, ("tiny", "other"))
+
+    async def check(path: str) -> None:
+        if path.endswith("wide"):
+            raise ValueError("it has 64 inputs; this model's has 48")
+        if path.endswith("early"):
+            raise ReplicaLost("no replica is up")
+
+    adapters = AdapterNames(read, root / "all", notify, ("tiny", "other"), check)
     api = one_model_api(engine, tokenizer, HttpConfig(api_keys=keys, model_aliases=("other",)), adapters=adapters)  # type: ignore[arg-type]
     headers = {"authorization": "Bearer operator"}
     with LiveServer(api) as url, httpx.Client(base_url=url, timeout=20, headers=headers) as client:
@@ -65,7 +75,7 @@ def models(http: httpx.Client) -> dict[str, Any]:
 
 
 def test_loaded_adapter_is_a_model_until_it_is_unloaded(
-    http: httpx.Client, engine: ScriptedDispatcher, told: list[tuple[str, Adapter | None]]
+    http: httpx.Client, engine: ScriptedDispatcher, told: list[tuple[str, Naming]]
 ) -> None:
     answer = load(http)
     assert (answer.status_code, answer.text) == (200, "Success: LoRA adapter 'sql' added successfully.")
@@ -80,7 +90,7 @@ def test_loaded_adapter_is_a_model_until_it_is_unloaded(
     answer = http.post("/v1/completions", json=body | {"model": "sql"})
     assert (answer.status_code, answer.json()["error"]["code"]) == (404, "model_not_found")
     assert [name for name, _ in told] == ["sql", "sql"]
-    assert told[1][1] is None
+    assert told[1][1].adapter is None
 
 
 def test_name_means_other_files_only_in_place(http: httpx.Client, engine: ScriptedDispatcher) -> None:
@@ -101,8 +111,11 @@ def test_name_means_other_files_only_in_place(http: httpx.Client, engine: Script
         ("", "one", 400, "must be provided"),
         ("sql", "none", 404, "No adapter is at"),
         ("sql", "bad", 400, "use_dora is True"),
+        ("sql", "wide", 400, "this model's has 48"),
+        ("sql", "early", 503, "not available now"),
         ("sql", "../outside", 400, "must be below the folder of adapters"),
         ("sql", "link", 400, "must be below the folder of adapters"),
+        ("sql", "linked", 400, "linked/content is a link out of its folder"),
         ("sql", "/etc", 400, "must be below the folder of adapters"),
         ("sql", "a\0b", 400, "character 0"),
         ("tiny", "one", 400, "is a name of the base model"),

@@ -92,7 +92,7 @@ def test_chat_fields_reach_template(http: httpx.Client, engine: ScriptedDispatch
     assert prompt(chat_template="{{ messages[0].content }}!") == "Hi!"
     half = [*HI, {"role": "assistant", "content": "Well,"}]
     assert prompt(messages=half, continue_final_message=True).endswith("assistant\nWell,")
-    prompt(chat_template=" ")  # a prompt of white space is one
+    prompt(messages=[{"role": "user", "content": " "}], chat_template=" ")  # a prompt of white space is one
 
 
 def test_chat_template_of_request_is_refused_by_default(serve: Serve) -> None:

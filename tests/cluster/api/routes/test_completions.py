@@ -9,8 +9,8 @@ import openai
 import pytest
 
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.request import FinishReason, TokenDelta
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.request.submission import Submission
 from tests.cluster.api.scripted_api import HI, STORY, ScriptedDispatcher, complete, events, refused
 
 
@@ -145,6 +145,18 @@ def test_text_offsets_point_at_tokens(http: httpx.Client) -> None:
         for token, offset in zip(logprobs["tokens"], logprobs["text_offset"], strict=True):
             if not token.startswith("bytes:") and token != "<|im_end|>":
                 assert choice["text"][offset:].startswith(token)
+
+
+@pytest.mark.parametrize("skips", [True, False])
+def test_text_offsets_of_an_echo_point_at_tokens_behind_special_tokens(http: httpx.Client, skips: bool) -> None:
+    prompt = "a dog. <|im_end|> In 1984<|im_end|> a €"
+    fields = {"logprobs": 1, "echo": True, "max_tokens": 3, "skip_special_tokens": skips}
+    [choice] = complete(http, prompt, **fields)["choices"]
+    tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    assert choice["text"].startswith(prompt)
+    assert tokens.count("<|im_end|>") == 2
+    for token, offset in zip(tokens, offsets, strict=True):
+        assert token.startswith("bytes:") or choice["text"][offset:].startswith(token)
 
 
 def test_streamed_completion_ends_with_usage_if_asked(http: httpx.Client, engine: ScriptedDispatcher) -> None:

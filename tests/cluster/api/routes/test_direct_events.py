@@ -18,8 +18,8 @@ from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.dispatch.engine_client import RemoteMethod
 from crossdock.workers.report.advertise import Message
-from crossdock.workers.schedule.request import TokenDelta
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.request import TokenDelta
+from crossdock.workers.schedule.request.submission import Submission
 from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import HI, STORY, VOCAB_SIZE, ScriptedDispatcher
 from tests.cluster.api.unread import STREAM, unread

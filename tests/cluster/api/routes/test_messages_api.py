@@ -16,7 +16,7 @@ from crossdock.cluster.api.body.messages_body import MessagesRequest
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import ReplicaLost
-from crossdock.workers.schedule.request import TokenDelta
+from crossdock.workers.schedule.request.request import TokenDelta
 from tests.cluster.api.routes.test_responses_api import PARSERS, THOUGHT, WRITTEN
 from tests.cluster.api.scripted_api import (
     HI,

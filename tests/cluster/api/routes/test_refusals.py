@@ -1,5 +1,6 @@
 """Requests that are refused before they reach an engine: wrong fields, lengths, JSON, types, paths; and no others."""
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -61,18 +62,18 @@ WRONG: dict[str, list[Any]] = {  # fields beside those of `APIS`, the field that
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
         ({"chat_template": "{% if"}, "messages"),
         ({"chat_template": "{{ 1 / 0 }}"}, "messages"),
-        ({"chat_template": "{{ '' }}"}, "messages"),
+        ({"chat_template": "{{ '' }}"}, "messages[0].content"),
+        ({"chat_template": "{{ '' }}", "messages": [{"role": "user", "content": " "}]}, "messages"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprob_token_ids": [5]}, "logprob_token_ids"),
         ({"logprob_token_ids": [VOCAB_SIZE], "logprobs": True}, "logprob_token_ids"),
         ({"documents": [{"text": "a"}]}, "documents"),
         ({"documents": [{"text": 5}]}, "documents[0].text"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
         ({"reasoning_effort": "much"}, "reasoning_effort"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"function_call": {"name": "f"}}, "function_call"),
         ({"tool_choice": "required"}, "tool_choice"),
-        ({"tools": [FUNCTION], "tool_choice": "required", "response_format": {"type": "json_object"}}, "tools"),
+        ({"tools": [FUNCTION], "tool_choice": "required", "guided_json": {}}, "tools"),
     ],
     "responses": [
         ({"input": None}, "input"),
@@ -91,10 +92,10 @@ WRONG: dict[str, list[Any]] = {  # fields beside those of `APIS`, the field that
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"top_logprobs": 21, "include": ["message.output_text.logprobs"]}, "top_logprobs"),
         ({"truncation": "auto"}, "truncation"),
-        ({"reasoning": {"effort": "high"}}, "reasoning.effort"),
+        ({"reasoning": {"effort": "loud"}}, "reasoning.effort"),
         ({"reasoning": {"effort": "huge"}}, "reasoning.effort"),
         ({"reasoning": {"depth": 3}}, "reasoning.depth"),
-        ({"text": {"verbosity": "high"}}, "text.verbosity"),
+        ({"text": {"verbosity": "loud"}}, "text.verbosity"),
         ({"text": {"format": {"type": "xml"}}}, "text.format.type"),
         ({"text": {"format": {"type": "json_schema", "name": "a"}}}, "text.format.schema"),
         ({"text": {"format": {"type": "json_schema", "schema": {"a": "b" * 99_000}}}}, "text.format.schema"),
@@ -272,6 +273,24 @@ def test_other_content_type_is_refused(http: httpx.Client, content_type: str) ->
     refused(answer, 415, code="unsupported_media_type")
     accepted = {"content-type": "Application/JSON; charset=utf-8"}
     assert http.post("/v1/completions", content=body, headers=accepted).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/responses", "/v1/messages", "/v1/files"])
+def test_compressed_body_is_refused_with_the_name_of_its_coding(http: httpx.Client, path: str) -> None:
+    headers = {"content-type": "application/json", "content-encoding": "gzip"}
+    answer = http.post(path, content=gzip.compress(b'{"prompt": "Hi"}'), headers=headers)
+    assert answer.status_code == 415
+    assert "'gzip'" in answer.json()["error"]["message"]
+    assert answer.headers["accept-encoding"] == "identity"
+    plain = {"content-type": "application/json", "content-encoding": "identity"}
+    assert http.post("/v1/completions", content=b'{"prompt": "Hi"}', headers=plain).status_code == 200
+
+
+def test_prompt_that_fills_the_context_is_refused_without_a_contradiction(http: httpx.Client) -> None:
+    body = {"prompt": [5] * 200, "max_tokens": 0, "echo": True, "logprobs": 1}
+    message = refused(http.post("/v1/completions", json=body), 400, code="context_length_exceeded")["message"]
+    assert "requested 200" not in message
+    assert "where 'max_tokens' is 0" in message
 
 
 @pytest.mark.parametrize(

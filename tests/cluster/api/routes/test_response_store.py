@@ -1,4 +1,4 @@
-"""The store of responses: its bounds, each tenant's share, and what other ingresses find in it."""
+"""The store of responses: its bounds, each owner's share, and what other ingresses find in it."""
 
 import json
 from collections.abc import Iterator
@@ -40,21 +40,21 @@ STEPS = st.lists(
 def test_any_history_equals_a_plain_dictionary_while_there_is_place(steps: list[tuple[str, str, str, int]]) -> None:
     clock = Clock()
     store, known = ResponseStore(10**9, TTL_S, clock), dict[tuple[str, str], tuple[float, StoredResponse]]()
-    for action, tenant, name, number in steps:
+    for action, owner, name, number in steps:
         clock.now += number / 50 if action == "wait" else 0.0
-        expires, expected = known.get((tenant, name), (0.0, None))
+        expires, expected = known.get((owner, name), (0.0, None))
         expected = expected if clock.now < expires else None
         if action == "put":
-            store.put(tenant, name, record(number))
-            known[tenant, name] = (clock.now + TTL_S, record(number))
+            store.put(owner, name, record(number))
+            known[owner, name] = (clock.now + TTL_S, record(number))
         elif action == "delete":
-            assert expected is None or store.delete(tenant, name) == expected
+            assert expected is None or store.delete(owner, name) == expected
             if expected is not None:
-                del known[tenant, name]
+                del known[owner, name]
         else:
-            assert store.get(tenant, name) == expected
-    for tenant in "ab":
-        store.get(tenant, "")
+            assert store.get(owner, name) == expected
+    for owner in "ab":
+        store.get(owner, "")
     alive = [each for expires, each in known.values() if clock.now < expires]
     assert store.num_bytes == sum(each.num_bytes for each in alive)
 
@@ -63,13 +63,13 @@ def test_any_history_equals_a_plain_dictionary_while_there_is_place(steps: list[
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 4000)), max_size=30))
 def test_bound_holds_after_every_record(puts: list[tuple[str, int]]) -> None:
     store = ResponseStore(10_000, TTL_S, Clock())
-    for i, (tenant, size) in enumerate(puts):
-        store.put(tenant, str(i), record(size))
+    for i, (owner, size) in enumerate(puts):
+        store.put(owner, str(i), record(size))
         assert store.num_bytes <= 10_000
-        assert store.get(tenant, str(i)) is not None or record(size).num_bytes > 10_000 / 3
+        assert store.get(owner, str(i)) is not None or record(size).num_bytes > 10_000 / 3
 
 
-def test_tenant_that_uses_most_loses_its_oldest_records() -> None:
+def test_owner_that_uses_most_loses_its_oldest_records() -> None:
     store = ResponseStore(10 * RECORD_BYTES, TTL_S, Clock())
     store.put("quiet", "first", record(0))
     for i in range(100):
@@ -85,7 +85,7 @@ def test_record_beyond_all_memory_is_not_kept() -> None:
     assert (store.get("a", "large"), store.num_bytes) == (None, 0)
 
 
-def test_records_of_a_tenant_that_left_are_forgotten() -> None:
+def test_records_of_a_owner_that_left_are_forgotten() -> None:
     clock = Clock()
     store = ResponseStore(10**9, TTL_S, clock)
     store.put("left", "x", record(1))

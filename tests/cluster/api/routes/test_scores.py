@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
 from crossdock.cluster.api.http.http_config import HttpConfig
-from crossdock.cluster.api.http.tiers import Tiers
+from crossdock.cluster.api.http.service_tiers import ServiceTiers
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from tests.cluster.api.engine_api import CLASSES, EngineApi
@@ -37,7 +37,7 @@ def cosine(tokenizer: ModelTokenizer, left: str, right: str) -> float:
 
 
 def client(api: EngineApi, tokenizer: ModelTokenizer, **defaults: Any) -> httpx.AsyncClient:
-    tiers = Tiers(CLASSES, "standard")
+    tiers = ServiceTiers(CLASSES, "standard")
     app = one_model_api(
         api.dispatcher, tokenizer, HttpConfig.model_validate({}), tiers, pooling=EmbeddingDefaults(**defaults)
     )

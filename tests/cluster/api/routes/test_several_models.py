@@ -13,13 +13,13 @@ from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
 from crossdock.cluster.api.endpoints import build_api
 from crossdock.cluster.api.http.http_config import HttpConfig
-from crossdock.cluster.api.http.tiers import Tiers
+from crossdock.cluster.api.http.service_tiers import ServiceTiers
 from crossdock.cluster.api.routes.adapters import AdapterNames
 from crossdock.cluster.api.routes.model_routes import ModelRoutes
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost
 from crossdock.cluster.dispatch.dispatchers import Dispatchers
-from crossdock.workers.schedule.submission import Adapter
+from crossdock.workers.schedule.request.submission import Adapter
 from tests.cluster.api.scripted_api import HI, LiveServer, ScriptedDispatcher, refused
 from tests.waiting import until
 
@@ -56,7 +56,7 @@ def built(engines: dict[str, ScriptedDispatcher], tokenizer: ModelTokenizer, fol
     routes: list[ModelRoutes] = []
     for name, engine in engines.items():
         own = server.model_copy(update={"model_aliases": ("alias",) if name == TWO else (), "tool_call_parser": "none"})
-        parts = Tiers(), GenerationDefaults(), EmbeddingDefaults(), None, None
+        parts = ServiceTiers(), GenerationDefaults(), EmbeddingDefaults(), None, None
         names = AdapterNames(read, folder, None, (name,)), name
         routes.append(ModelRoutes(engine, tokenizer, own, *parts, *names, beside=routes[0] if routes else None))  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ import pytest
 
 from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.request.request import FinishReason, TokenDelta
 from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import (
     HI,
@@ -39,10 +39,12 @@ def test_slo_class_is_chosen_and_reported(http: httpx.Client, engine: ScriptedDi
         ({"header": "batch"}, "batch"),
         ({"header": "interactive", "service_tier": "auto"}, "interactive"),
     ]
+    openai_names = {"interactive": "priority", "standard": "default", "batch": "flex"}
     for fields, chosen in cases:
-        assert post(**fields).json()["service_tier"] == chosen
-        chunks = events(post(**fields, stream=True))
-        assert {chunk["service_tier"] for chunk in chunks} == {chosen}
+        for answer in (post(**fields), stream := post(**fields, stream=True)):
+            assert answer.headers["x-slo-class"] == chosen
+        assert post(**fields).json()["service_tier"] == openai_names[chosen]
+        assert {chunk["service_tier"] for chunk in events(stream)} == {openai_names[chosen]}
         assert {submission.slo_class for submission in engine.submissions} == {chosen}
         engine.submissions.clear()
     refused(post(service_tier="gold"), 400, param="service_tier", code="invalid_value")

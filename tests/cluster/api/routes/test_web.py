@@ -49,7 +49,7 @@ def test_pages_load_from_this_server_only(open_api: LiveApi) -> None:
         assert "unsafe" not in policy
         assert "frame-ancestors 'none'" in policy
         assert answer.headers["x-content-type-options"] == "nosniff"
-        source = answer.text.replace('xmlns="http://www.w3.org/2000/svg"', "")
+        source = answer.text.replace('"http://www.w3.org/2000/svg"', "")  # a name, not an address
         assert not re.search(r"https?://|//\w+\.\w+/|@import|url\(", source), f"{path} names another server"
         assert not re.search(r"\sstyle=|\son\w+=|<script>|innerHTML|\beval\b", source), f"{path} has code in a page"
 
@@ -171,6 +171,91 @@ def test_dashboard_shows_steps_as_they_happen(browser: Browser, open_api: LiveAp
         assert browser.complaints() == []
     finally:
         end()
+
+
+@needs_browser
+def test_dashboard_names_the_model_and_what_was_kept(browser: Browser, open_api: LiveApi) -> None:
+    open_api.work()
+    browser.open(f"{open_api.url}/dashboard")
+    browser.eventually(lambda: "in time" in browser.text("#totals"))
+    assert re.fullmatch(r"\S+ · version \S+ · 127\.0\.0\.1:\d+", browser.text("#model"))
+    tiles = browser.text("#totals")
+    assert re.search(r"\d+(\.\d)? %\s+First tokens in time", tiles)
+    assert re.search(r"\d+(\.\d)? %\s+Streams in time", tiles)
+    assert re.search(r"\d+\s+Refused \(429\)", tiles)
+    assert browser.complaints() == []
+
+
+@needs_browser
+def test_request_is_shown_as_a_picture_on_one_axis(browser: Browser, open_api: LiveApi) -> None:
+    end = keep_busy(open_api)
+    try:
+        browser.open(f"{open_api.url}/dashboard")
+        browser.eventually(lambda: browser.run("document.querySelector('#requests button')?.click(); return true"))
+        browser.eventually(
+            lambda: (
+                browser.run("document.querySelector('#requests button')?.click();") is None
+                and browser.run("return document.querySelectorAll('#request svg .part').length") > 0
+            )
+        )
+    finally:
+        end()
+    label = browser.run("return document.querySelector('#request svg').ariaLabel")
+    assert re.match(r"[1-9]\d* chunks over [\d.]+ m?s", label)
+    parts = browser.run(
+        """return [...document.querySelectorAll("#request svg rect")].map((node) =>
+        [node.getAttribute("class"), Number(node.getAttribute("x")), Number(node.getAttribute("width"))])"""
+    )
+    chunks = [(x, width) for kind, x, width in parts if kind == "part"]
+    assert chunks == sorted(chunks), "chunks stand in the order of time"
+    assert all(170 <= x <= 1000 for _, x, _ in parts)
+    keep(browser, "request")
+    browser.click("#request button")
+    assert browser.text("#request") == ""
+    assert browser.complaints() == []
+
+
+@needs_browser
+@pytest.mark.parametrize("count", [16, 64])
+def test_dashboard_of_many_replicas_has_a_row_for_each_and_steps_of_those_that_are_chosen(
+    browser: Browser, open_api: LiveApi, count: int
+) -> None:
+    """Pools of more than 16 are folded, and requests stand above the replicas."""
+    open_api.work()
+    browser.open(f"{open_api.url}/dashboard")
+    browser.eventually(lambda: browser.text("#state") == "live")
+    browser.run(MANY, count)
+    browser.eventually(lambda: f"decode: {count - 4} replicas" in browser.text("#pools"))
+    assert re.search(r"prefill: 4 replicas, \d+ running", browser.text("#pools"))
+    rows = "return document.querySelectorAll('#pools tbody tr').length"
+    assert browser.run(rows) == (16 if count == 16 else 4), "a large pool is folded"
+    visible = "return [...document.querySelectorAll('#replicas section')].filter((node) => !node.hidden).length"
+    assert browser.run(visible) == 0
+    assert browser.run("return document.documentElement.scrollHeight") < 1500
+    assert browser.run(
+        "return document.getElementById('requests').getBoundingClientRect().top"
+        " < document.getElementById('pools').getBoundingClientRect().top"
+    )
+    if count > 16:
+        browser.click("#pools details:first-child summary")
+        browser.eventually(lambda: browser.run(rows) == count)
+    browser.click("#pools tbody button")
+    browser.eventually(lambda: browser.run(visible) == 1)
+    keep(browser, f"dashboard-{count}")
+    assert browser.complaints() == []
+
+
+MANY = """const real = fetch, count = arguments[0];
+window.fetch = async (...given) => {
+  const answer = await real(...given);
+  if (!`${given[0]}`.includes("v1/replicas")) return answer;
+  const { data: [state] } = await answer.json();
+  const name = (number) => `${number}`.padStart(8, "r");
+  const data = [...Array(count).keys()].map((number) =>
+    ({ ...state, replica: name(number), incarnation: name(number), pool: number < 4 ? "prefill" : "decode" }));
+  return new Response(JSON.stringify({ data }));
+};"""
+"""Shows the one replica of the server many times."""
 
 
 @needs_browser

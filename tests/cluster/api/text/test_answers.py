@@ -11,7 +11,7 @@ from openai.types.completion_choice import Logprobs
 from crossdock.cluster.api.http.answers import AnswerEvents
 from crossdock.cluster.api.text.logprobs import LogprobWriter
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.request import TokenLogprobs
+from crossdock.workers.schedule.request.request import TokenLogprobs
 
 
 def half_a_smile(tokenizer: ModelTokenizer) -> int:

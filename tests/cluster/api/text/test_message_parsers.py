@@ -1,17 +1,18 @@
 """Tool calls and reasoning of each family of models: the same message, however its text is split."""
 
 import json
+import re
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossdock.cluster.api.text.call_forms import SIGN
 from crossdock.cluster.api.text.families import FAMILIES
 from crossdock.cluster.api.text.harmony import MARKERS, HarmonyText
 from crossdock.cluster.api.text.marked_text import MarkedText
 from crossdock.cluster.api.text.message_parser import ChatMessage, MessageParser
+from crossdock.cluster.api.text.open_calls import SIGN
 from tests.cluster.api.text.parsed_messages import calls_of, whole_message
 
 MOVE = {
@@ -30,6 +31,20 @@ CALLS = {
     "<parameter=to>\nRé 🙂\n</parameter>\n"
     "<parameter=speed>\n3\n</parameter>\n</function>\n</tool_call>\n"
     "<tool_call>\n<function=wait>\n</function>\n</tool_call>",
+    "seed_oss": "<seed:think>\nWhy\n</seed:think>\n\nSure.\n\n<seed:tool_call>\n<function=move>\n"
+    "<parameter=to>Ré 🙂</parameter>\n<parameter=speed>3</parameter>\n</function>\n</seed:tool_call>\n"
+    "<seed:tool_call>\n<function=wait>\n</function>\n</seed:tool_call>",
+    "minimax_m2": "<think>\nWhy\n</think>\n\nSure.\n\n<minimax:tool_call>\n"
+    '<invoke name="move">\n<parameter name="to">Ré 🙂</parameter>\n<parameter name="speed">3</parameter>\n</invoke>\n'
+    '<invoke name="wait">\n</invoke>\n</minimax:tool_call>',
+    "step3": "<think>\nWhy\n</think>\n\nSure.\n<｜tool_calls_begin｜>\n<｜tool_call_begin｜>function<｜tool_sep｜>"
+    '<steptml:invoke name="move">\n<steptml:parameter name="to">Ré 🙂</steptml:parameter>\n'
+    '<steptml:parameter name="speed">3</steptml:parameter>\n</steptml:invoke><｜tool_call_end｜>\n'
+    '<｜tool_call_begin｜>function<｜tool_sep｜><steptml:invoke name="wait">\n</steptml:invoke><｜tool_call_end｜>\n'
+    "<｜tool_calls_end｜>",
+    "internlm": f'<think>\nWhy\n</think>\n\nSure.<|action_start|><|plugin|>\n{{"name": "move", "parameters": {ONE}}}'
+    '<|action_end|><|action_start|> <|plugin|>\n{"name": "wait", "parameters": {}}<|action_end|>',
+    "lfm2": "<think>\nWhy\n</think>\n\nSure.<|tool_call_start|>[move(to='Ré 🙂', speed=3), wait()]<|tool_call_end|>",
     "glm": "<think>Why</think>\nSure.\n<tool_call>move\n<arg_key>to</arg_key>\n<arg_value>Ré 🙂</arg_value>\n"
     "<arg_key>speed</arg_key>\n<arg_value>3</arg_value>\n</tool_call>\n<tool_call>wait\n</tool_call>",
     "deepseek_v3": "<think>Why</think>Sure.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>move<｜tool▁sep｜>"
@@ -59,21 +74,25 @@ BARE = ("llama3_json", "llama4_pythonic")  # have neither reasoning nor content 
 # Texts that look like calls and are none: (family, text).
 NO_CALLS = [
     ("hermes", "<tool_call>not JSON</tool_call>"),
-    ("hermes", '<tool_call>\n{"name": "move", "arguments": {"to": "a"}\n</tool_call>'),
-    ("hermes", '<tool_call>{"name": "move", "arguments": {"speed": NaN}}</tool_call>'),
+    ("hermes", '<tool_call>{"name": "jump", "arguments": {"to": NaN}}</tool_call>'),
     ("hermes", "Write <tool_call> and then JSON."),
+    ("qwen3_xml", "<function=jump>\n<parameter=to>\nRé"),
+    ("deepseek_v3", '<｜tool▁call▁begin｜>jump<｜tool▁sep｜>{"to": <｜tool▁call▁end｜>'),
+    ("mistral", '[TOOL_CALLS]jump[ARGS]{"to": '),
     ("hermes", "<tool_ca"),
-    ("qwen3_xml", "<function=move>\n<parameter=to>\nRé"),
     ("glm", "<tool_call>move <b>now</b></tool_call>"),
-    ("deepseek_v3", '<｜tool▁call▁begin｜>move<｜tool▁sep｜>{"to": <｜tool▁call▁end｜>'),
+    ("seed_oss", "<function=jump>\n<parameter=to>\nRé"),
+    ("minimax_m2", '<invoke name="move">go</invoke>'),
+    ("step3", '<steptml:invoke name="move">go</steptml:invoke>'),
+    ("internlm", "<|action_start|><|plugin|>not JSON<|action_end|>"),
+    ("lfm2", "<|tool_call_start|>move to Rome<|tool_call_end|>"),
+    ("lfm2", "<|tool_call_start|>[1, 2]<|tool_call_end|>"),
     ("deepseek_dsml", '<｜DSML｜invoke name="move">go</｜DSML｜invoke>'),
     ("kimi_k2", "<|tool_call_begin|>functions.move:0<|tool_call_end|>"),
     ("gemma4", "<|tool_call>call:move to Rome<tool_call|>"),
     ("mistral", "[TOOL_CALLS] all of them"),
-    ("mistral", '[TOOL_CALLS]move[ARGS]{"to": '),
     ("llama3_json", '{"capital": "Paris"} is an answer'),
     ("llama3_json", '{"name": "jump", "parameters": {}}'),
-    ("llama3_json", '{"name": "move", "parameters": {"to": '),
     ("llama4_pythonic", "[1, 2] is a list"),
     ("llama4_pythonic", "[move(1)]"),
     *(("llama4_pythonic", f"[move(to={text})]") for text in ("1j", "b'a'", "{1}", "{[1]}", "...", f"1{'0' * 400}+1j")),
@@ -106,8 +125,11 @@ def streamed(family: str, pieces: list[str], reason: str = "stop", **more: Any) 
                 total[name] = (total.get(name) or "") + delta[name]
         for call in delta.get("tool_calls", ()):
             calls = total.setdefault("tool_calls", [])
-            assert call.pop("index") == len(calls)
-            calls.append(call)
+            if call.pop("index") == len(calls):
+                calls.append(call)
+            else:
+                assert call["function"]["arguments"]
+                calls[-1]["function"]["arguments"] += call["function"]["arguments"]
     if total == {"content": None}:
         total = {"content": ""}
     return total
@@ -129,6 +151,57 @@ def test_text_that_is_no_call_stays_content_as_it_is(family: str, text: str, rea
     assert whole(family, text, reason) == {"content": text}
 
 
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize("reason", ["stop", "length"])
+@pytest.mark.parametrize(
+    ("family", "text", "stopped", "cut", "content"),
+    [
+        ("hermes", '<tool_call>\n{"name": "move", "arguments": {"to": "a"}\n</tool_call>', '{"to": "a"}', None, None),
+        ("hermes", '<tool_call>{"name": "move", "arguments": {"to": NaN}}</tool_call>', '{"to": NaN}', None, None),
+        ("hermes", '<tool_call>{"name": "move", "arguments": {"to": </tool_call>Sorry.', '{"to": ', None, "Sorry."),
+        ("hermes", '<tool_call>{"name": "move", "arguments": {"to": "a"}}\nSorry.', '{"to": "a"}', None, "Sorry."),
+        ("hermes", '<tool_call>{"name": "move", "arguments": {"to": "a"}}</tool_', '{"to": "a"}', None, None),
+        ("hermes", '<tool_call>{"name": "move", "arguments": {"to": "a\nb', '{"to": "a\\nb', None, None),
+        ("deepseek_v3", '<｜tool▁call▁begin｜>move<｜tool▁sep｜>{"to": <｜tool▁call▁end｜>', '{"to": ', None, None),
+        ("mistral", '[TOOL_CALLS]move[ARGS]{"to": ', '{"to": ', None, None),
+        ("llama3_json", '{"name": "move", "parameters": {"to": ', '{"to": ', None, None),
+        ("llama3_json", '{"name": "move", "parameters": {"to": "a"}, "id": {}} Sorry.', '{"to": "a"}', None, "Sorry."),
+        ("gpt_oss", '<|channel|>commentary to=functions.move<|message|>{"to": <|call|>', '{"to": ', None, None),
+        ("qwen3_xml", "<function=move>\n<parameter=to>\nRé", "{}", "", None),
+        ("qwen3_xml", "<function=move>\n<parameter=to>\na\n</parameter>\n", '{"to": "a"}', '{"to": "a"', None),
+        ("qwen3_xml", "<function=move>\n<parameter=to>\na\n</parameter>Sorry.", '{"to": "a"}', '{"to": "a"', "Sorry."),
+        ("glm", "<tool_call>move<arg_key>to</arg_key><arg_value>a</arg_value>No.", '{"to": "a"}', '{"to": "a"', "No."),
+    ],
+)  # fmt: skip
+def test_malformed_call_stays_a_call_once_its_arguments_have_begun(
+    family: str, text: str, stopped: str, cut: str | None, content: str | None, reason: str, size: int
+) -> None:
+    """Clients have seen its beginning. What follows the call is content."""
+    message = streamed(family, [text[start : start + size] for start in range(0, len(text), size)], reason)
+    assert message == whole(family, text, reason)
+    [call] = message["tool_calls"]
+    expected = stopped if reason == "stop" or cut is None else cut
+    assert call["function"] == {"name": "move", "arguments": expected}
+    assert (message["content"] or "").strip() == (content or "")
+
+
+@pytest.mark.parametrize("family", sorted(CALLS.keys() - {"lfm2", "llama4_pythonic"}))
+def test_arguments_come_while_the_model_writes_them(family: str) -> None:
+    """The whole of a value between tags or marks comes at once, other arguments with each token."""
+    message = ChatMessage(parser(family))
+    deltas = [message.delta([letter], None) for letter in CALLS[family]]
+    at = [i for i, delta in enumerate(deltas) for call in delta.get("tool_calls", ()) if call["index"] == 0]
+    calls = [call for delta in deltas for call in delta.get("tool_calls", ()) if call["index"] == 0]
+    assert calls[0]["function"] == {"name": "move", "arguments": ""}
+    assert all(call["function"].keys() == {"arguments"} for call in calls[1:])
+    assert "".join(call["function"]["arguments"] for call in calls) == ONE
+    if family in ("qwen3_xml", "glm", "deepseek_dsml", "kimi_k3", "gemma4", "seed_oss", "minimax_m2", "step3"):
+        assert len(calls) - (calls[-1]["function"] == {"arguments": "}"}) == 3, "the name, and two parameters"
+        assert at[1] < at[2]
+    else:
+        assert len(calls) > len(ONE) // 2
+
+
 @settings(max_examples=400, deadline=None)
 @given(st.data())
 def test_any_text_split_in_any_way_gives_the_same_message_and_loses_nothing(data: st.DataObject) -> None:
@@ -138,6 +211,7 @@ def test_any_text_split_in_any_way_gives_the_same_message_and_loses_nothing(data
     words = [
         *markers,
         CALLS[family],
+        *re.split(r"(?<=[>\]}])", CALLS[family]),
         ONE,
         "move",
         "wait",
@@ -189,6 +263,14 @@ def test_reasoning_that_the_prompt_has_begun_needs_no_marker(family: str) -> Non
         "reasoning_content": "Why",
     }
     assert whole(family, "Why", "length", is_thinking=True)["reasoning"] == "Why"
+
+
+def test_calls_of_lfm2_may_be_json_and_have_any_text_in_their_strings() -> None:
+    json_text = '<|tool_call_start|>[{"name": "move", "arguments": {"to": "<|tool_call_end|>"}}]<|tool_call_end|>'
+    assert calls_of(whole("lfm2", json_text)) == [("move", {"to": "<|tool_call_end|>"})]
+    text = """<|tool_call_start|>[move(to='He said "go" <|tool_call_end|>', path=[1, true])]<|tool_call_end|>"""
+    assert calls_of(whole("lfm2", text)) == [("move", {"to": 'He said "go" <|tool_call_end|>', "path": [1, True]})]
+    assert calls_of(whole("lfm2", "<|tool_call_start|>[jump(high=2)]<|tool_call_end|>")) == [("jump", {"high": 2})]
 
 
 def test_marker_within_arguments_is_text() -> None:
@@ -298,3 +380,114 @@ def test_schema_that_is_long_is_read_once_for_all_values_of_a_call() -> None:
     schemas = {"move": {"properties": {"to": {"anyOf": [{"type": f"t{i}"} for i in range(5000)] + [{"type": "null"}]}}}}
     text = "<tool_call>move" + "<arg_key>to</arg_key><arg_value>null</arg_value>" * 5000 + "</tool_call>"
     assert calls_of(whole("glm", text, schemas=schemas)) == [("move", {"to": None})]
+
+
+@pytest.mark.parametrize(
+    ("named", "raw", "value"),
+    [
+        *((name, "7", 7) for name in ("int", "int64", "uint8", "long", "Integer")),
+        *((name, "3.14", 3.14) for name in ("float", "float32", "double", "num", "decimal")),
+        *((name, '{"a": 1}', {"a": 1}) for name in ("dict", "dict[str, int]", "map", "Object")),
+        *((name, "[1]", [1]) for name in ("list", "list[int]", "arr", "tuple")),
+        *((name, "true", True) for name in ("bool", "Boolean")),
+        *((name, "7", "7") for name in ("str", "text", "date", "interval", "enum")),
+        ("none", "null", None),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen3_xml", "glm", "deepseek_dsml"])
+def test_types_of_hand_written_tools_are_read_as_json_schemas(family: str, named: str, raw: str, value: Any) -> None:
+    call = CALLS_OF_ONE_VALUE[family] % ("to", raw)
+    schemas = {"move": {"properties": {"to": {"type": named}}}}
+    [(_, arguments)] = calls_of(whole(family, call, schemas=schemas))
+    assert arguments == {"to": value}
+    assert type(arguments["to"]) is type(value)
+
+
+DSML = (
+    '<｜DSML｜invoke name="move">\n<｜DSML｜parameter name="%s" string="{}">%s</｜DSML｜parameter>\n</｜DSML｜invoke>'
+)
+CALLS_OF_ONE_VALUE = {
+    "qwen3_xml": "<function=move>\n<parameter=%s>\n%s\n</parameter>\n</function>",
+    "glm": "<tool_call>move<arg_key>%s</arg_key><arg_value>%s</arg_value></tool_call>",
+    "deepseek_dsml": DSML.replace("{}", "true"),
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "is_text", "raw", "value"),
+    [
+        ({"type": "integer"}, "true", "42", 42),
+        ({"type": "object"}, "true", '{"a": 1}', {"a": 1}),
+        ({"type": "integer"}, "true", "forty", "forty"),
+        ({"type": "string"}, "false", "null", "null"),
+        ({"type": "string"}, "false", "5", "5"),
+        ({"type": ["string", "null"]}, "false", "null", None),
+        ({}, "true", "42", "42"),
+        ({}, "false", "42", 42),
+    ],
+)
+def test_schema_decides_about_a_value_before_deepseeks_own_mark(
+    schema: Any, is_text: str, raw: str, value: Any
+) -> None:
+    call = DSML.replace("{}", is_text) % ("to", raw)
+    [(_, arguments)] = calls_of(whole("deepseek_dsml", call, schemas={"move": {"properties": {"to": schema}}}))
+    assert arguments == {"to": value}
+
+
+@pytest.mark.parametrize("wrapper", ["arguments", "input"])
+@pytest.mark.parametrize("is_text", ["true", "false"])
+def test_arguments_in_one_parameter_are_unwrapped_unless_the_function_declares_it(wrapper: str, is_text: str) -> None:
+    call = DSML.replace("{}", is_text) % (wrapper, '{"to": "Rome"}')
+    for declared, expected in (
+        ({"to": {}}, {"to": "Rome"}),
+        ({wrapper: {"type": "object"}}, {wrapper: {"to": "Rome"}}),
+    ):
+        [(_, arguments)] = calls_of(whole("deepseek_dsml", call, schemas={"move": {"properties": declared}}))
+        assert arguments == expected
+    call = DSML.replace("{}", is_text) % (wrapper, "not JSON")
+    [(_, arguments)] = calls_of(whole("deepseek_dsml", call, schemas={"move": {}}))
+    assert arguments == {wrapper: "not JSON"}
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("text", "arguments"),
+    [
+        ('<|tool_call>call:move{to:<|tool_call>call:move{to:<|"|>a<|"|>}<tool_call|>', [{}, {"to": "a"}]),
+        ('<|tool_call>call:move{to:<|"|>a<|"|>,speed:fast}<tool_call|>', [{"to": "a", "speed": "fast"}]),
+        (
+            '<|tool_call>call:move{to:{by:[<|"|>a},<|"|>,1]},speed:2}<tool_call|>',
+            [{"to": {"by": ["a},", 1]}, "speed": 2}],
+        ),
+        ('<|tool_call>call:move{to:<|"|>a<tool_call|><|"|>}<tool_call|>', [{"to": "a<tool_call|>"}]),
+    ],
+)
+def test_call_of_gemma_whose_arguments_have_begun_stays_a_call(
+    text: str, arguments: list[dict[str, Any]], size: int
+) -> None:
+    message = streamed("gemma4", [text[start : start + size] for start in range(0, len(text), size)])
+    assert message == whole("gemma4", text)
+    assert calls_of(message) == [("move", each) for each in arguments]
+
+
+@pytest.mark.parametrize("size", [1, 3, 1000])
+@pytest.mark.parametrize(
+    ("family", "text", "content", "calls"),
+    [
+        ("gemma4", '<|tool_call>:move{to:<|"|>a<|"|>}<tool_call|>', None, 1),
+        ("gemma4", '<|tool_call>call:move to<tool_call|><|tool_call>call:move{to:<|"|>a<|"|>}<tool_call|>', "to", 1),
+        ("gemma4", '<|tool_call>call:move{to:<|"|>a<|"|>}<|tool_call>call:move{to:<|"|>a<|"|>}<tool_call|>', None, 2),
+        ("hermes", '<tool_call>{"name": <tool_call>{"name": "move", "arguments": {"to": "a"}}</tool_call>', "name", 1),
+        ("llama3_json", 'Sure. {"name": "move", "parameters": {"to": "a"}}', "Sure.", 1),
+        ("llama3_json", 'A {set}: {\n "name" : "move", "parameters": {"to": "a"}}; {"name": "move", '
+         '"parameters": {"to": "a"}}', "A {set}:", 2),
+        ("llama3_json", 'I see {"name": "jump", "parameters": {"to": "a"}} and {"names', "jump", 0),
+    ],
+)  # fmt: skip
+def test_calls_are_found_behind_text_and_behind_malformed_calls(
+    family: str, text: str, content: str | None, calls: int, size: int
+) -> None:
+    message = streamed(family, [text[start : start + size] for start in range(0, len(text), size)])
+    assert message == whole(family, text)
+    assert calls_of(message) == [("move", {"to": "a"})] * calls
+    assert message["content"] == content if content is None else content in message["content"]

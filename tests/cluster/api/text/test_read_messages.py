@@ -1,5 +1,6 @@
 """Tool calls and reasoning that models write by themselves, as OpenAI's client reads them, whole and streamed."""
 
+import json
 import logging
 import re
 from collections.abc import Iterable, Iterator
@@ -20,7 +21,7 @@ from crossdock.cluster.api.http.http_config import HttpConfig
 from crossdock.cluster.api.text.message_format import MessageFormat, MessageReading
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from crossdock.workers.model.grammar.matcher import new_matcher
-from crossdock.workers.schedule.submission import Grammar
+from crossdock.workers.schedule.request.submission import Grammar
 from tests.cluster.api.scripted_api import HI, ScriptedDispatcher, events, serving
 from tests.cluster.api.text.parsed_messages import calls_of, whole_message
 
@@ -629,12 +630,11 @@ def accepts(tokenizer: ModelTokenizer, lark: str, text: str) -> bool:
     return bool(matcher.try_consume_tokens(token_ids) == len(token_ids) and matcher.is_accepting())
 
 
-def test_budget_is_refused_where_no_token_ends_the_reasoning(tokenizer: ModelTokenizer) -> None:
+def test_reasoning_has_no_bound_where_no_token_ends_it(tokenizer: ModelTokenizer, thinker: ModelTokenizer) -> None:
     body = ChatCompletionRequest.model_validate({"messages": HI, "thinking_token_budget": 5})
-    with pytest.raises(ApiError) as error:
-        MessageFormat(tokenizer).reading(body, [5])
-    assert error.value.param == "thinking_token_budget"
-    assert MessageFormat(tokenizer).reading(ChatCompletionRequest.model_validate({"messages": HI}), [5]).grammar is None
+    assert not MessageFormat(tokenizer).can_bound_reasoning(body, [5])
+    assert MessageFormat(tokenizer).reading(body, [5]).grammar is None
+    assert MessageFormat(thinker).can_bound_reasoning(body, thinker.encode("Hi"))
 
 
 def test_budget_beside_strict_tools_is_refused_where_nothing_would_bound_it(thinker: ModelTokenizer) -> None:
@@ -642,3 +642,81 @@ def test_budget_beside_strict_tools_is_refused_where_nothing_would_bound_it(thin
     assert MessageFormat(thinker).reading(body, thinker.encode("Hi<think>\n")).grammar is not None
     with pytest.raises(ApiError, match="strict tools"):
         MessageFormat(thinker).reading(body, thinker.encode("Hi"))
+
+
+ANSWER = {
+    "type": "json_schema",
+    "json_schema": {
+        "name": "a",
+        "schema": {"type": "object", "properties": {"answer": {"type": "string"}}, "required": ["answer"]},
+    },
+}
+FORMATTED = '{"answer": "It is <fine>"}'
+LLAMA4_CALL = '[move(to="a")]'
+GEMMA_CALL = '<|tool_call>call:move{to:<|"|>a<|"|>}<tool_call|>'
+DSML_CALL = (
+    '<｜DSML｜function_calls>\n<｜DSML｜invoke name="move">\n'
+    '<｜DSML｜parameter name="to" string="true">a</｜DSML｜parameter>\n'
+    "</｜DSML｜invoke>\n</｜DSML｜function_calls>"
+)
+K3_CALL = (
+    '<|open|>call tool="move"<|sep|>'
+    '<|open|>argument key="to" type="string"<|sep|>a<|close|>argument<|sep|><|close|>call<|sep|>'
+)
+
+
+HERMES_CALL = HERMES % '{"name": "move", "arguments": {"to": "a"}}'
+
+
+@pytest.mark.parametrize(
+    ("template", "special", "call", "prompt"),
+    [
+        ("{# <tool_call> #}", (), HERMES_CALL, "Hi"),
+        (THINKING, (), f"</think>\n\n{HERMES_CALL}", "Hi<think>\n"),
+        (MISTRAL, ("[TOOL_CALLS]", "[ARGS]"), '[TOOL_CALLS]move[ARGS]{"to": "a"}', "Hi"),
+        (
+            "{# <|tool_calls_section_begin|> #}",
+            (*KIMI, "<|tool_call_argument_begin|>"),
+            KIMI[0] + KIMI_CALL % 0 + KIMI[1],
+            "Hi",
+        ),
+        ("{# <|python_tag|> #}", (), '{"name": "move", "parameters": {"to": "a"}}', "Hi"),
+        ("{# <｜tool▁calls▁begin｜> #}", DEEPSEEK, "".join(DEEPSEEK_NEW), "Hi"),
+        ("{# <tool_call> <function= #}", (), QWEN.replace("plan", "move").format(QWEN_VALUE.format("to", "a")), "Hi"),
+        ("{# <tool_call> <arg_key> #}", (), GLM.replace("plan", "move").format(GLM_VALUE.format("to", "a")), "Hi"),
+        ("{# <|python_start|> #}", (), LLAMA4_CALL, "Hi"),
+        ("{# <|tool_call> #}", ("<|tool_call>", "<tool_call|>", '<|"|>'), GEMMA_CALL, "Hi"),
+        ("{# ｜DSML｜ #}", (), DSML_CALL, "Hi"),
+        ("{# <|open|> #}", ("<|open|>", "<|close|>", "<|sep|>"), K3_CALL, "Hi"),
+        ("{# <|channel|> #}", GPT_OSS, f"{HARMONY_CALL}<|call|>", "Hi<|start|>assistant"),
+    ],
+)
+def test_answer_beside_a_response_format_is_calls_or_has_the_format(
+    tokenizers: dict[str, PreTrainedTokenizerFast], template: str, special: tuple[str, ...], call: str, prompt: str
+) -> None:
+    tokenizer = with_tokens(tokenizers["byte_level"], template, *special)
+    token_ids = tokenizer.encode(prompt, add_special_tokens=False)
+    reading, grammar = read(tokenizer, token_ids, tools=TOOLS, response_format=ANSWER)
+    before, after = ("</think>\n\n", "") if "<think>" in prompt else ("", "")
+    if prompt.endswith("assistant"):
+        before, after = "<|channel|>final<|message|>", "<|return|>"
+    formatted = f"{before}{FORMATTED}{after}"
+    assert accepts(tokenizer, grammar, call)
+    assert accepts(tokenizer, grammar, formatted.removesuffix("<|return|>"))
+    assert not accepts(tokenizer, grammar, f"{before}Sure.{after}")
+    assert not accepts(tokenizer, grammar, f'{before}{{"other": 1}}{after}')
+    message = message_of(tokenizer, reading, call)
+    assert calls_of(message) == [("move", {"to": "a"})]
+    assert not (message["content"] or "").strip()
+    message = message_of(tokenizer, reading, formatted)
+    assert message["content"] == FORMATTED
+    assert "tool_calls" not in message
+    plain, _ = read(tokenizer, token_ids, tools=TOOLS, tool_choice="none", response_format=ANSWER)
+    assert "tool_calls" not in message_of(tokenizer, plain, formatted)
+    _, forced_grammar = read(tokenizer, token_ids, tools=TOOLS, tool_choice="required", response_format=ANSWER)
+    assert not accepts(tokenizer, forced_grammar, formatted.removesuffix("<|return|>"))
+
+
+def test_response_format_holds_alone_where_no_calls_are_read(tokenizer: ModelTokenizer) -> None:
+    _, grammar = read(tokenizer, [5], tools=TOOLS, response_format=ANSWER)
+    assert json.loads(grammar) == ANSWER["json_schema"]["schema"]

@@ -6,8 +6,8 @@ import httpx
 import pytest
 
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.request import FinishReason, TokenDelta
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.request.submission import Submission
 from tests.cluster.api.scripted_api import STORY, ScriptedDispatcher, complete, events
 from tests.waiting import eventually
 

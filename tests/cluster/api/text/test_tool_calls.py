@@ -149,13 +149,13 @@ def allowed(mode: Any, *names: Any) -> dict[str, Any]:
 def test_allowed_tools_are_like_a_request_with_these_tools_alone(
     http: httpx.Client, calling: ScriptedDispatcher, mode: str
 ) -> None:
-    shown = {"chat_template": "{% for tool in tools %}{{ tool.function.name }} {% endfor %}"}
+    shown = {"chat_template": "{% for tool in tools %}{{ tool.function.name }} {% endfor %}{{ messages[0].content }}"}
     for tools, choice in ((TOOLS, allowed(mode, "move")), (TOOLS[:1], mode)):
         body = {"messages": HI, "tools": tools, "tool_choice": choice, **shown}
         answer = http.post("/v1/chat/completions", json=body)
         assert answer.status_code == 200, answer.text
     first, second = calling.submissions
-    assert first.prompt_token_ids == second.prompt_token_ids == calling.tokenizer.encode("move ")
+    assert first.prompt_token_ids == second.prompt_token_ids == calling.tokenizer.encode("move Hi")
     assert first.sampling.grammar == second.sampling.grammar
     assert (first.sampling.grammar is None) == (mode == "auto")
 

@@ -22,6 +22,12 @@ ARITY = {
 ARITY |= {"--served-model-name": True, "--api-key": True, "-tp": True, "--settings": True, "--plain": False}
 
 
+def words_of(args: list[str]) -> list[str]:
+    line = translated(args, ARITY)
+    assert not line.errors
+    return [word for _, words in line.parts for word in words]
+
+
 @pytest.mark.parametrize(
     ("written", "ours"),
     [
@@ -36,7 +42,6 @@ ARITY |= {"--served-model-name": True, "--api-key": True, "-tp": True, "--settin
         ("--served-model-name x m", "--served-model-name=x m"),
         ("m --api-key x -- --y z", "m --api-key=x -- --y z"),
         ("--size -1 --on", "--size=-1 --on"),
-        ("--unknown x -z", "--unknown x -z"),
         ("--size", "--size"),
         ("--size a.b", "--size=a.b"),
         ("--mixed=false --no-mixed=true --mixed=TRUE", "--no-mixed --no-mixed --mixed"),
@@ -45,16 +50,28 @@ ARITY |= {"--served-model-name": True, "--api-key": True, "-tp": True, "--settin
     ],
 )
 def test_written_form_becomes_ours(written: str, ours: str) -> None:
-    assert translated(written.split(), ARITY) == ours.split()
+    assert words_of(written.split()) == ours.split()
+
+
+def test_names_may_be_shortened_where_one_flag_alone_begins_so() -> None:
+    assert words_of(["--max-model", "5", "--plai"]) == ["--max-model-len=5", "--plain"]
+    assert translated(["--max_mod=5"], ARITY).errors == []
+    (line,) = translated(["m", "--max-num", "5"], ARITY).errors
+    assert line.startswith("--max-num: short for several: --max-num-active-seqs, --max-num-batched-tokens")
 
 
 def test_flags_of_others_get_one_line_each() -> None:
-    with pytest.raises(ValueError, match="--swap-space") as error:
-        translated(
-            ["m", "--swap_space", "4", "--trust-remote-code", "--trust-remote-code", "--hf-overrides.a.b", "1"], ARITY
-        )
-    lines = str(error.value).splitlines()
-    assert [line.partition(":")[0] for line in lines] == ["--swap-space", "--trust-remote-code", "--hf-overrides"]
+    args = "m --swap_space 4 --hf-overrides.a.b 1 --swap-space 8 --trust-remote-code --uds s"
+    line = translated(args.split(), ARITY)
+    assert [note.partition(":")[0] for note in line.notes] == ["--swap-space", "--trust-remote-code"]
+    assert [error.partition(":")[0] for error in line.errors] == ["--hf-overrides", "--uds"]
+    assert line.parts == [("", ["m"])], "their values are no MODEL"
+
+
+def test_strict_line_refuses_every_flag_of_others() -> None:
+    line = translated(["m", "--swap-space", "4", "--context-length", "8", "--strict"], ARITY | {"--strict": False})
+    assert line.notes == []
+    assert [error.partition(":")[0] for error in line.errors] == ["--swap-space", "--context-length"]
 
 
 def test_limits_of_pictures_may_have_vllms_sizes_beside_the_count() -> None:
@@ -69,9 +86,9 @@ def test_file_of_flags_gives_what_the_command_line_leaves_out(tmp_path: Path) ->
     """vLLM's and SGLang's form of --config."""
     file = tmp_path / "vllm.yaml"
     file.write_text("model: org/y\nmax_model_len: 16K\nplain: true\nmixed: false\nsettings: {a: [1]}\nsize: null\n")
-    words = translated(["-c", str(file), "--on"], ARITY)
+    words = words_of(["-c", str(file), "--on"])
     assert words == ["org/y", "--max-model-len=16K", "--plain", "--no-mixed", '--settings={"a": [1]}', "--on"]
-    assert translated(["m", "--config", str(file), "--max-model-len", "1"], ARITY)[-2:] == ["m", "--max-model-len=1"]
+    assert words_of(["m", "--config", str(file), "--max-model-len", "1"])[-2:] == ["m", "--max-model-len=1"]
 
 
 def test_model_of_the_command_line_wins_over_that_of_the_file(tmp_path: Path) -> None:
@@ -87,16 +104,19 @@ def test_configuration_of_ours_is_no_file_of_flags(tmp_path: Path) -> None:
     ours = tmp_path / "ours.yaml"
     for text in ("engine: {max_num_seqs: 4}\n", "model: {path: a}\nmax-model-len: 4\n", "engin: 4\n", "[1]\n", "a: ["):
         ours.write_text(text)
-        assert translated(["-c", str(ours)], ARITY) == ["-c", str(ours)]
-    assert translated(["-c", "absent"], ARITY) == ["-c", "absent"]
+        assert words_of(["-c", str(ours)]) == ["-c", str(ours)]
+    assert words_of(["-c", "absent"]) == ["-c", "absent"]
 
 
 def test_flags_in_a_file_that_are_missing_here_get_their_line(tmp_path: Path) -> None:
     file = tmp_path / "vllm.yaml"
-    file.write_text("model: org/y\ntrust-remote-code: true\nspec_tokens: 4\n")
+    file.write_text("model: org/y\ntrust-remote-code: true\nuds: socket\n")
     result = run("config", "--config", str(file))
     assert result.exit_code == 2
-    assert [line.split()[1] for line in result.stderr.splitlines()] == ["--trust-remote-code:", "--spec-tokens:"]
+    assert [line.split()[:2] for line in result.stderr.splitlines()] == [
+        ["warning:", "--trust-remote-code:"],
+        ["error:", "--uds:"],
+    ]
 
 
 @pytest.mark.parametrize(
@@ -132,7 +152,10 @@ def test_context_that_fits_the_memory_is_refused_with_what_to_do(value: str) -> 
         (["org/x", "org/y"], "'org/y': MODEL is 'org/x' already"),
         (["org/x", "--model", "org/y"], "'org/y': MODEL is 'org/x' already"),
         (["--model"], "--model: a hub name or a directory must follow"),
-        (["org/x", "-O3"], "-O: not needed: kernels are chosen by device, and attention by --attention-backend"),
+        (
+            ["org/x", "-O3", "--strict"],
+            "-O: not needed: kernels are chosen by device, and attention by --attention-backend",
+        ),
         (
             ["--pooler-config.a", "1", "--pooler-config.a.b", "2"],
             "--pooler-config.a.b: a part of a value that is given as a whole, too",
@@ -177,7 +200,7 @@ def test_words_of_others_mean_ours(flag: str, theirs: str, ours: str) -> None:
 
 
 def test_words_that_mean_nothing_here_are_refused_with_ours() -> None:
-    refused = run("config", "--attention-backend", "FLASHMLA")
+    refused = run("config", "--attention-backend", "FLASHING")
     assert refused.exit_code == 2
     named = "'auto', 'triton', 'flash_attn', 'flash_attn_3', 'flashinfer' or 'torch'"
     assert f"--attention-backend: must be {named}" in refused.stderr

@@ -6,9 +6,8 @@ import secrets
 import signal
 import socket
 import subprocess
-import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,13 @@ from ray.serve._private.common import DeploymentID
 from ray.serve.exceptions import DeploymentUnavailableError
 
 from crossdock.cluster.config import ClusterConfig
+from crossdock.cluster.config_file import load
 from crossdock.cluster.serve import lifetime
+from crossdock.cluster.serve.address import Address
+from crossdock.cluster.serve.application import Application
 from crossdock.cluster.serve.ingress import Ingress
 from tests.cluster.ports import free_port
+from tests.cluster.serve.served_command import serving
 from tests.cluster.watch.terminal import COMMAND, background_job, run
 from tests.waiting import eventually
 
@@ -41,9 +44,9 @@ class Served:
 def served(monkeypatch: pytest.MonkeyPatch, model_dir: Path) -> Served:
     record = Served()
 
-    def serve_forever(config: ClusterConfig, starting: Any, started: Callable[[Any], None], stopping: Any) -> None:
+    def serve_forever(config: ClusterConfig, starting: Any, started: Callable[..., None], *_: Any) -> None:
         record.config = config
-        started([])
+        started([], Address.of(config))
 
     monkeypatch.setattr(lifetime, "serve_forever", serve_forever)
     monkeypatch.setattr(lifetime, "quieten", lambda: None)
@@ -134,18 +137,6 @@ def test_serve_that_does_not_start_ends_with_the_reason_alone(
     assert result.stderr == "error: kv_cache_memory (1.0KiB) holds 0 tokens\n"
 
 
-@pytest.mark.soak  # both halves are tested: the command above, and the reason in test_start_failure.py
-def test_serve_whose_memory_is_too_small_ends_with_the_reason_alone(small_model_dir: Path) -> None:
-    command = [COMMAND, "serve", str(small_model_dir), "--kv-cache-memory", "1KiB", "--port", str(free_port())]
-    with tempfile.TemporaryDirectory(prefix="cd-ray-", dir="/tmp") as folder:  # short, for the paths of Ray's sockets
-        environment = {**os.environ, "RAY_TMPDIR": folder}
-        ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
-        assert len([*Path(folder).rglob("replica_crossdock_mixed_*.log")]) < 3, "Serve tries three times"
-    assert ended.returncode == 1
-    (line,) = ended.stderr.splitlines()
-    assert line.startswith("error: kv_cache_memory (1.0KiB) holds 0 tokens")
-
-
 @dataclass
 class Ingresses:
     """The application's handle, whose ingresses answer whether they are connected."""
@@ -177,25 +168,7 @@ def test_server_is_up_once_each_ingress_has_its_replicas(
 ) -> None:
     """Serve says that replicas run before an ingress hears of them: requests would be answered by 503."""
     monkeypatch.setattr(serve, "get_app_handle", lambda name: Ingresses(answers))
-    assert lifetime.is_connected(2) == connected
-
-
-@contextmanager
-def serving(log: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Start `crossdock serve` as a background job, and yield its process and URL once it serves."""
-    port = free_port()
-    with log.open("w") as output:
-        server = background_job("serve", *args, "--port", str(port), stdout=output, stderr=subprocess.STDOUT)
-    try:
-        last = f"Dashboard: http://127.0.0.1:{port}/dashboard\n"  # of the lines that tell where it serves
-        eventually(lambda: last in log.read_text() or server.poll() is not None, log.read_text, 240)
-        assert server.poll() is None, log.read_text()
-        yield server, f"http://127.0.0.1:{port}"
-    finally:
-        server.kill()
-        server.wait()
-    with socket.socket() as probe:
-        assert probe.connect_ex(("127.0.0.1", port)) != 0
+    assert Application(load(None, {"http.replicas": 2})).is_connected() == connected
 
 
 def chat(url: str, **fields: Any) -> str:
@@ -344,7 +317,7 @@ def listening(server: subprocess.Popen[str]) -> dict[str, set[str]]:
     return found
 
 
-@pytest.mark.soak  # the test of a chat looks at a server of one rank, test_rank_network at the ranks of a gang
+@pytest.mark.soak  # the test of a chat looks at a server of one rank, test_rank_network at the ranks of a worker group
 def test_serve_of_two_ranks_as_background_job_stops_at_once_on_sigint(small_model_dir: Path, tmp_path: Path) -> None:
     """A script's background job starts with SIGINT ignored, and so does this one. It does not wait for a stream."""
     flags = ["--max-num-batched-tokens", "128", "--kv-cache-memory", "64MiB", "--max-num-seqs", "4"]

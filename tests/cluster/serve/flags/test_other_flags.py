@@ -4,30 +4,17 @@ import re
 from fnmatch import fnmatchcase
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from crossdock.cluster import cli
-from crossdock.cluster.serve.other_flags import answer, table, unread_variables
+from crossdock.cluster.serve.other_flags import STATES, answer, known, table, unread_variables, verdict
 from tests.cluster.serve.flags.test_flags import printed_config
 from tests.cluster.watch.terminal import run
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[3] / "docs" / "migrating.md"
-SERVERS = {"vLLM": "vllm_flags.txt", "SGLang": "sglang_flags.txt"}
-OLD = """
-    --calculate-kv-scales --disable-async-output-proc --disable-log-requests --enable-reasoning -O
-    --guided-decoding-backend
-    --logits-processor-pattern --max-seq-len-to-capture --multi-step-stream-outputs --num-lookahead-slots
-    --num-scheduler-steps --override-pooler-config --preemption-mode --rope-scaling --rope-theta
-    --scheduler-delay-factor --swap-space --task --use-v2-block-manager
-    --disable-frontend-multiprocessing --disable-logprobs-during-spec-decoding --enable-prompt-adapter --engine-use-ray
-    --expand-tools-even-if-tool-choice-none --full-cuda-graph --guided-decoding-disable-any-whitespace
-    --guided-decoding-disable-fallback --max-context-len-to-capture --max-prompt-adapters --ngram-prompt-lookup-max
-    --override-attention-dtype --override-neuron-config --tokenizer-pool-size --tokenizer-pool-type
-    --typical-acceptance-sampler-posterior-alpha --worker-use-ray --dp
-"""  # of vLLM before 0.32; --dp is how SGLang's users shorten --dp-size
+SERVERS = ("vLLM", "SGLang")
 VALUES = {  # an example of a value, as vLLM or SGLang take it; others take none
     "--allowed-local-media-path": "/pictures",
     "--allowed-media-domains": "images.example",
@@ -88,9 +75,8 @@ VALUES = {  # an example of a value, as vLLM or SGLang take it; others take none
 
 
 def flags_of(server: str) -> list[str]:
-    lines = (HERE / SERVERS[server]).read_text().splitlines()
-    assert table()["servers"][server]["version"] in lines[0]
-    return " ".join(lines[1:]).split()
+    found = known()[server]
+    return [*found["switches"], *found["values"], *found.get("several", ())]
 
 
 def ours() -> set[str]:
@@ -132,8 +118,43 @@ def test_flags_that_are_the_same_take_the_same_values(server: str) -> None:
 DEFAULTS = ("--enable-auto-tool-choice", "--enable-chunked-prefill", "--enable-prefix-caching", "--api-key")
 
 
-def test_flags_of_older_vllm_have_a_line() -> None:
-    assert not [flag for flag in OLD.split() if answer(flag) is None]
+def test_flags_of_older_servers_have_a_line() -> None:
+    assert not [flag for flag in flags_of("older") if answer(flag) is None]
+
+
+def test_flag_stands_once_among_those_of_a_server() -> None:
+    for server in known():
+        names = flags_of(server)
+        assert len(set(names)) == len(names)
+
+
+def test_flag_has_what_follows_it_in_all_servers_alike() -> None:
+    """A flag that is left out takes its value along."""
+    with_values = {name for found in known().values() for name in (*found["values"], *found.get("several", ()))}
+    switches = {name for found in known().values() for name in found["switches"]}
+    assert not with_values & switches
+
+
+def test_words_that_a_flag_becomes_exist_here() -> None:
+    here = ours()
+    for group in table()["groups"]:
+        if "becomes" in group:
+            assert group["becomes"].partition("=")[0].partition(".")[0] in here, group
+            assert "use" in group, "what --strict says"
+    assert {rule["flag"] for rule in table()["values"]} <= here
+
+
+def test_secrets_and_other_servers_halves_are_never_left_out() -> None:
+    """Without these flags a server would be open, or another one than the line means."""
+    for flag in (
+        *("--ssl-keyfile", "--ssl-certfile", "--admin-api-key", "--middleware", "--uds", "--headless", "--node-rank"),
+        *("--disaggregation-mode", "--kv-transfer-config", "--hf-overrides", "--json-model-override-args"),
+        *("--logits-processors", "--tool-parser-plugin", "--tokenizer-revision", "--quantization-config"),
+    ):
+        found = verdict(flag)
+        assert found is not None
+        assert found.state in ("use", "unsupported")
+        assert not found.becomes
 
 
 def test_no_flag_that_exists_here_has_a_line() -> None:
@@ -143,26 +164,26 @@ def test_no_flag_that_exists_here_has_a_line() -> None:
 
 
 def test_no_flag_of_the_table_is_unknown_to_all() -> None:
-    known = {*flags_of("vLLM"), *flags_of("SGLang"), *OLD.split()}
+    names = {name for server in known() for name in flags_of(server)}
     for group in table()["groups"]:
         for flag in group["flags"]:
-            assert any(fnmatchcase(name, flag) for name in known), flag
+            assert any(fnmatchcase(name, flag) for name in names), flag
 
 
 @pytest.mark.parametrize("command", ["serve", "config"])
 @pytest.mark.parametrize(
     ("args", "line"),
     [
-        (["--dp-size", "4"], "--dp-size: use --pools mixed=N: N replicas, and requests are routed between them"),
-        (["--context_length=9"], "--context-length: use --max-model-len N"),
         (["--prefix-eviction", "value"], "--prefix-eviction: gone, leave it out: the least recently used page"),
-        (["--enable-metrics"], "--enable-metrics: not needed: /metrics is always on"),
-        (["--runner", "pooling"], "--runner: not needed: a model that generates serves /v1/embeddings"),
-        (["--file-storage-path", "x"], "--file-storage-path: use --batch-folder DIR"),
-        (["--trust-remote-code"], "--trust-remote-code: not supported: code that comes with a model"),
         (["--uno-lora-path", "x"], "--uno-lora-path: not supported: LoRA"),
         (["--ssl-keyfile", "a"], "--ssl-keyfile: use a gateway with TLS"),
-        (["--speculative-anything-new", "a"], "--speculative-anything-new: not supported: drafts of other kinds"),
+        (["--disaggregation-mode", "prefill"], "--disaggregation-mode: use --pools prefill=N,decode=M in one command"),
+        (["--node-rank", "1"], "--node-rank: use ray start --address on each further node"),
+        (["--strict", "--dp-size", "4"], "--dp-size: use --pools mixed=N: N replicas"),
+        (["--strict", "--context_length=9"], "--context-length: use --max-model-len N"),
+        (["--strict", "--enable-metrics"], "--enable-metrics: not needed: /metrics is always on"),
+        (["--strict", "--trust-remote-code"], "--trust-remote-code: not needed: no code of a model runs here"),
+        (["--strict", "--enable-expert-parallel"], "--enable-expert-parallel: left out: experts are divided by"),
     ],
 )
 def test_flag_of_others_ends_the_command_with_its_line(command: str, args: list[str], line: str) -> None:
@@ -172,10 +193,70 @@ def test_flag_of_others_ends_the_command_with_its_line(command: str, args: list[
     assert len(result.stderr.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("written", "ours_", "said"),
+    [
+        ("--dp-size 4", "--pools mixed=4", "--dp-size: read as --pools mixed=4"),
+        ("-dp 1", "", "-dp 1: not needed"),
+        ("--context_length=9", "--max-model-len 9", "--context-length: read as --max-model-len 9"),
+        (
+            "--mem-frac 0.7",
+            "--gpu-memory-utilization 0.7",
+            "--mem-fraction-static: read as --gpu-memory-utilization 0.7",
+        ),
+        ("--disable-overlap", "--no-async-scheduling", "--disable-overlap-schedule: read as --no-async-scheduling"),
+        ("--api-server-count 2", "--set http.replicas=2", "--api-server-count: read as --set http.replicas=2"),
+        ("--mm-processor-cache-gb 0.5", "--set http.media_cache_bytes=536870912", "--mm-processor-cache-gb: read as"),
+        (
+            "--sampling-defaults openai",
+            "--generation-config vllm",
+            "--sampling-defaults: read as --generation-config vllm",
+        ),
+        ("--lora-paths a=b c=d", "--lora-modules a=b c=d", "--lora-paths: read as --lora-modules a=b"),
+        (
+            "--spec-method ngram",
+            '--speculative-config {"method":"ngram"}',
+            "",
+        ),
+        ("--language-model-only", '--limit-mm-per-prompt {"image":0,"video":0}', "--language-model-only: read as"),
+        ("--swap-space 4 --port 9", "--port 9", "--swap-space: not needed: a prompt starts only if"),
+        ("--cuda-graph-bs 1 2 4 --port 9", "--port 9", "--cuda-graph-bs: not needed: CUDA graphs"),
+        ("--no-enable-expert-parallel --port 9", "--port 9", "--no-enable-expert-parallel: not needed: it is off here"),
+        ("--trust-remote-code=false", "", "--trust-remote-code: not needed"),
+        ("-O3 -cc.mode 3 --port 9", "--port 9", "-O: not needed: kernels are chosen by device"),
+        ("--node-rank 0", "", "--node-rank 0: not needed"),
+        ('--kv-transfer-config {"kv_role":"kv_both"}', "", "--kv-transfer-config"),
+        ("--speculative-config.method mtp --speculative-config.num_speculative_tokens 1", "", "--speculative-config {"),
+        ("--load-format mistral", "", "--load-format mistral: not needed"),
+        ("--attention-backend ROCM_AITER_FA", "", "--attention-backend ROCM_AITER_FA: left out"),
+        ("--context-length 9 --max-model-len 8", "--max-model-len 8", "--context-length: left out: --max-model-len is"),
+        ("-dp 4 --enable-expert-parallel -tp 2", "-tp 8", "-dp 4: read as --tensor-parallel-size 8, one replica"),
+        ("--dp 8 --enable-dp-attention --tp 8", "--tp 8", "--dp 8: read as the ranks of the one replica"),
+    ],
+)
+def test_flag_of_others_is_read_as_ours_or_left_out_and_said(written: str, ours_: str, said: str) -> None:
+    result = run("config", "org/x", *written.split())
+    assert result.exit_code == 0, result.output
+    assert result.stdout == run("config", "org/x", *ours_.split()).stdout
+    assert any(line.startswith(f"warning: {said}") for line in result.stderr.splitlines()), result.stderr
+
+
+def test_all_mistakes_of_a_line_come_together() -> None:
+    """Flags of others, options of no server, and wrong values of flags and settings."""
+    result = run(
+        *("config", "org/x", "--uds", "socket", "--nobody-has-this", "5", "--max-model-len", "many"),
+        *("--speculative-config", "{", "--pools", "=", "--set", "engine.max_num_seq=3", "--port", "0x", "--dp", "two"),
+    )
+    assert result.exit_code == 2
+    named = [line.removeprefix("error: ").partition(":")[0] for line in result.stderr.splitlines()]
+    flags = ["--uds", "--nobody-has-this", "--dp", "--max-model-len", "--speculative-config", "--pools", "--port"]
+    assert sorted(named) == sorted([*flags, "engine.max_num_seq"])
+
+
 def test_flag_of_nobody_is_a_mistake() -> None:
     result = run("config", "--nobody-has-this")
     assert result.exit_code == 2
-    assert "No such option" in result.stderr
+    assert result.stderr == "error: --nobody-has-this: no such option\n"
     assert answer("--nobody-has-this") is None
 
 
@@ -198,15 +279,25 @@ def test_variables_of_others_are_named_when_a_server_starts() -> None:
     assert second.startswith("error: --page-size")
 
 
+@pytest.mark.parametrize("name", ["VLLM_API_KEY", "SGLANG_API_KEY"])
+def test_key_in_a_variable_that_is_not_read_ends_the_start(name: str) -> None:
+    """Without the flag, the server would be open."""
+    result = run("serve", "/no/model", **{name: "secret"})
+    assert result.exit_code == 2
+    assert f"error: {name} is not read here, and the server would be open: give --api-key" in result.stderr
+    assert "secret" not in result.output
+    with_key = run("serve", "/no/model", "--api-key", "ours", **{name: "secret"})
+    assert "would be open" not in with_key.stderr
+
+
 def rows() -> list[str]:
     """Return the rows of the table in docs/migrating.md: what a user reads, and the flags that it answers."""
-    states = {"use": "use", "needless": "not needed:", "unsupported": "not supported:"}
-    return [
-        f"| {states[state]} {group[state]} | {', '.join(f'`{flag}`' for flag in group['flags'])} |"
-        for group in table()["groups"]
-        for state in states
-        if state in group
-    ]
+    found = []
+    for group in table()["groups"]:
+        state = next(state for state in STATES if state in group)
+        prefix = "read as" if "becomes" in group else STATES[state]
+        found.append(f"| {prefix} {group[state]} | {', '.join(f'`{flag}`' for flag in group['flags'])} |")
+    return found
 
 
 def test_docs_have_a_row_for_every_line() -> None:
@@ -214,12 +305,6 @@ def test_docs_have_a_row_for_every_line() -> None:
     missing = [row for row in rows() if row not in text]
     assert not missing, "docs/migrating.md lacks:\n" + "\n".join(missing)
     for server in SERVERS:
-        found = table()["servers"][server]
-        assert f"{server} {found['version']}" in text
-        for flag in found["same"]:
+        assert f"{server} {known()[server]['version']}" in text
+        for flag in table()["servers"][server]["same"]:
             assert re.search(rf"`{re.escape(flag)}`", text), flag
-
-
-def test_table_is_in_the_package() -> None:
-    project: dict[str, Any] = __import__("tomllib").loads((HERE.parents[3] / "pyproject.toml").read_text())
-    assert project["tool"]["setuptools"]["package-data"]["crossdock.cluster.serve"] == ["other_flags.yaml"]

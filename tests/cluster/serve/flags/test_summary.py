@@ -4,10 +4,11 @@ from typing import Any
 
 import pytest
 
-from crossdock.cluster.serve.summary import most_streams, summary
+from crossdock.cluster.serve.summary import summary
+from crossdock.workers.report.capacity import most_streams
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost.cost import StepCost
-from crossdock.workers.schedule.slo import DEFAULT_CLASSES
+from crossdock.workers.schedule.request.slo import DEFAULT_CLASSES
 
 GIB = 1 << 30
 COST = StepCost(base=0.02, per_prefill_token=0.001, per_attended=0.0, per_decode=0.001, per_context=1e-6)
@@ -52,6 +53,16 @@ def test_one_replica_is_summarised_in_four_lines() -> None:
         "Speed: a prompt of 1,000 tokens takes 1.02 s; streams of 1,000 tokens at once: "
         "15 at 50 ms a token (interactive), 40 at 100 ms a token (standard), 64 at 2000 ms a token (batch)",
     ]
+
+
+def test_pages_of_an_emulated_device_are_counted_and_not_stored() -> None:
+    (pages,) = [line for line in summary([replica(machine={"device": "emulated h100-8b"})]) if line.startswith("KV")]
+    assert pages == "KV pages: 80,000 tokens, counted and not stored; the longest context is 8,192 tokens"
+
+
+def test_pages_of_layers_with_windows_are_said_to_hold_a_window() -> None:
+    (pages,) = [line for line in summary([replica(windows=(None, 512))]) if line.startswith("KV")]
+    assert "tokens in bfloat16, where layers with a window keep no more than their window;" in pages
 
 
 def test_promise_that_not_even_one_stream_can_have_is_said_to_be_beyond_the_machine() -> None:

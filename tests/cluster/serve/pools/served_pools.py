@@ -28,14 +28,14 @@ from transformers import PreTrainedModel
 
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import load
-from crossdock.cluster.serve.app import APP_NAME, build
-from crossdock.cluster.serve.lifetime import is_connected
+from crossdock.cluster.serve.app import APP_NAME, application
+from crossdock.cluster.serve.application import Application
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.submission import SamplingParams, Submission
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.cluster.ports import free_port
 from tests.waiting import eventually
 
@@ -94,7 +94,7 @@ def deployed(config: ClusterConfig, replicas: int) -> Iterator[str]:
     serve.start(proxy_location=ProxyLocation.Disabled)
     # Serve notices that a replica was killed when it checks its health: after a second, instead of up to ten.
     with patch.object(serve, "deployment", partial(serve.deployment, health_check_period_s=1.0)):
-        app = build(config)
+        app = application(config)
     try:
         serve.run(app, name=APP, external_scaler_enabled=True)
         url = f"http://127.0.0.1:{config.http.port}"
@@ -111,9 +111,10 @@ def behind_proxies(model: Path, settings: dict[str, Any]) -> Iterator[str]:
     port = free_port()
     names = {"model.path": str(model), "model.served_name": "smol", "model.dtype": DTYPE}
     serve.start(http_options=HTTPOptions(host="127.0.0.1", port=port))
-    serve.run(build(load(None, {**names, "http.port": port, "http.replicas": 2, **settings})), name=APP_NAME)
+    config = load(None, {**names, "http.port": port, "http.replicas": 2, **settings})
+    serve.run(application(config), name=APP_NAME)
     try:
-        eventually(lambda: is_connected(2), "an ingress has no replica", 180)
+        eventually(Application(config).is_connected, "an ingress has no replica", 180)
         yield f"http://127.0.0.1:{port}"
     finally:
         serve.shutdown()

@@ -13,7 +13,7 @@ import pytest
 from ray import serve
 from transformers import PreTrainedModel
 
-from crossdock.cluster.serve.app import build as build_application
+from crossdock.cluster.serve.app import application
 from tests.cluster.serve.pools import served_pools as pools
 from tests.cluster.serve.pools.served_pools import Stream, assert_greedy, prompt
 from tests.waiting import eventually
@@ -92,7 +92,7 @@ def test_upgrade_to_another_format_changes_no_running_stream(url: str, oracles: 
     running = began(url, 6, 20)
     port = int(url.rpartition(":")[2])
     config = pools.config_of(fp8, port, two_formats(fp8), SETTINGS)
-    serve.run(build_application(config), name=pools.APP, external_scaler_enabled=True)
+    serve.run(application(config), name=pools.APP, external_scaler_enabled=True)
     formats = [format_of(oracles, asked, stream.result()) for asked, stream in running]
     assert "plain" in formats
     pools.wait_until_whole(url, 4)

@@ -18,7 +18,7 @@ from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights.weights import model_on_meta, part_bytes
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import assert_near, in_random_steps, monolithic, random_prompts
-from tests.workers.ranks import DIVISIONS, Ranks, saved
+from tests.workers.ranks import DIVISIONS, UNHURRIED_S, Ranks, saved
 
 PROMPTS = random_prompts(5, 23, 40)
 
@@ -26,7 +26,7 @@ PROMPTS = random_prompts(5, 23, 40)
 def part_logits(rank: int, path: Path, tensor_size: int, num_stages: int) -> list[Tensor] | None:
     """On one rank: return every token's logits, or None where the rank has none."""
     position = RankPosition(rank, tensor_size, num_stages)
-    model = load_model(ModelSpec(str(path), "float32"), links=Collectives(position, 60.0))
+    model = load_model(ModelSpec(str(path), "float32"), links=Collectives(position, UNHURRIED_S))
     torch.manual_seed(0)  # the same pages everywhere
     logits = in_random_steps(model, PROMPTS, seed=7)
     return logits if position.is_last_stage else None

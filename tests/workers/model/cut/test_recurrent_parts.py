@@ -1,4 +1,4 @@
-"""How recurrent layers are divided among ranks: tests/workers/replica/ranks/test_gang.py compares all families."""
+"""How recurrent layers are divided among ranks. tests/workers/replica/ranks/test_worker_group.py has all families."""
 
 from math import prod
 from pathlib import Path
@@ -17,7 +17,7 @@ from crossdock.workers.model.weights.weights import model_on_meta
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import DIVISIBLE, RECURRENT, SERVED, build
 from tests.workers.model.cut.test_parts import assert_parts_equal_whole
-from tests.workers.ranks import Ranks, saved
+from tests.workers.ranks import UNHURRIED_S, Ranks, saved
 
 LINEAR, FULL = "linear_attention", "full_attention"
 
@@ -33,7 +33,7 @@ def module_of(name: str, options: dict[str, Any]) -> nn.Module:
 
 def kept(rank: int, path: Path, tensor_size: int) -> tuple[int, str]:
     """On one rank: return the elements of a request's state, and why states are whole."""
-    links = Collectives(RankPosition(rank, tensor_size), 60.0)
+    links = Collectives(RankPosition(rank, tensor_size), UNHURRIED_S)
     model = load_model(ModelSpec(str(path), "float32"), links=links)
     assert model.states is not None
     return sum(prod(each.shape) for each in model.states.shapes), model.part.why_states_are_whole

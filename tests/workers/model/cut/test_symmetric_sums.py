@@ -10,7 +10,7 @@ import torch.distributed as dist
 from crossdock.workers.model.cut import symmetric_sums as module
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.position import RankPosition
-from tests.workers.ranks import Ranks
+from tests.workers.ranks import UNHURRIED_S, Ranks
 
 
 def use(rank: int, size: int, device: str, refusals: dict[int, str] | None = None) -> tuple[list[float], list[str]]:
@@ -24,7 +24,7 @@ def use(rank: int, size: int, device: str, refusals: dict[int, str] | None = Non
     if refusals is not None:
         module._why_not = lambda *_: refusals.get(rank, "")
     try:
-        links = Collectives(RankPosition(rank, size, 1), 60.0)
+        links = Collectives(RankPosition(rank, size, 1), UNHURRIED_S)
         links.use_symmetric_memory(torch.device(device))
         return links.all_reduce(torch.arange(8.0, device=device) + rank).tolist(), logs
     finally:

@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from crossdock.workers.model.grammar.compiler import GrammarCompiler
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import sample
-from crossdock.workers.schedule.submission import Grammar, SamplingParams
+from crossdock.workers.schedule.request.submission import Grammar, SamplingParams
 
 PADDING = 64  # the model's logits are this much wider than the tokenizer
 

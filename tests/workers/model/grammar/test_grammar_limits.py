@@ -15,7 +15,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from crossdock.workers.model.grammar.compiler import Compiled, GrammarCache, GrammarCompiler
 from crossdock.workers.model.grammar.state import GrammarState, MaskBudget
-from crossdock.workers.schedule.submission import Grammar, InvalidField, Overloaded
+from crossdock.workers.schedule.request.submission import Grammar, InvalidField, Overloaded
 
 CHAINED_RULES = "start: r0\n" + "\n".join(f'r{i}: r{i + 1} "a"' for i in range(20_000)) + '\nr20000: "b"'
 MANY_PATTERNS = {"allOf": [{"type": "string", "pattern": f"^.*{number}.*$"} for number in range(300)]}
@@ -139,16 +139,16 @@ def test_choices_of_one_request_share_one_compile_and_too_many_grammars_are_over
     asyncio.run(main())
 
 
-def test_tenant_whose_grammars_fill_its_share_delays_another_tenant_by_one(
+def test_owner_whose_grammars_fill_its_share_delays_another_owner_by_one(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     async def main() -> None:
         compiler, ended = GrammarCompiler(tokenizer, len(tokenizer), patience_s=60.0), list[str]()
         await asyncio.to_thread(compiler.warm_up)
 
-        async def compiled(source: str, tenant: str) -> None:
+        async def compiled(source: str, owner: str) -> None:
             grammar = LONG if source == "long" else Grammar("regex", source)
-            await compiler.compiled(grammar, tenant=tenant)
+            await compiler.compiled(grammar, owner=owner)
             ended.append(source)
 
         sources = ["long", *(f"a{{{number}}}" for number in range(1, 8))]
@@ -179,9 +179,9 @@ def test_masks_beyond_their_budget_end_the_states_of_that_grammar_alone(
     assert other.error is None
 
 
-async def test_slow_masks_of_a_tenant_end_no_state_of_another_with_that_grammar(compiler: GrammarCompiler) -> None:
+async def test_slow_masks_of_a_owner_end_no_state_of_another_with_that_grammar(compiler: GrammarCompiler) -> None:
     grammar = Grammar("regex", "[a-h]+")
-    slow, again, other = [await compiler.compiled(grammar, tenant=tenant) for tenant in ("one", "one", "two")]
+    slow, again, other = [await compiler.compiled(grammar, owner=owner) for owner in ("one", "one", "two")]
     slow.budget.spend(1.0)
     masks = [state.mask() for state in (slow, again, other)]
     assert [state.error is None for state in (slow, again, other)] == [False, False, True]

@@ -14,9 +14,9 @@ from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.ranks.pool_layout import choose_groups
-from crossdock.workers.schedule.batch import Batch, Scheduled
-from crossdock.workers.schedule.request import Request
-from crossdock.workers.schedule.submission import SamplingParams, Submission
+from crossdock.workers.schedule.request.batch import Batch, Scheduled
+from crossdock.workers.schedule.request.request import Request
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.workers.model.paged import monolithic
 
 PAGE_SIZE = 8

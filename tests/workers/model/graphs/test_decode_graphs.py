@@ -11,14 +11,15 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from crossdock.kernels.attention import AttentionBatch
-from crossdock.kernels.backend import CPP, TORCH, Attention, choose_attention, triton_is_interpreted
+from crossdock.kernels.backend import CPP, TORCH, Attention, choose_attention
+from crossdock.kernels.packages import triton_is_interpreted
 from crossdock.workers.model.graphs import decode_graphs as graphs
 from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs, batch_sizes, decode_graphs, padded
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.model import LoadedModel
-from crossdock.workers.schedule.batch import Batch, Scheduled
-from crossdock.workers.schedule.request import Request
-from crossdock.workers.schedule.submission import SamplingParams
+from crossdock.workers.schedule.request.batch import Batch, Scheduled
+from crossdock.workers.schedule.request.request import Request
+from crossdock.workers.schedule.request.submission import SamplingParams
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.graphs.steps import PAGE_SIZE, PagedStep

@@ -13,7 +13,8 @@ from pydantic import ByteSize
 from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch
-from crossdock.kernels.backend import CPP, TORCH, Attention, choose_attention, triton_is_interpreted
+from crossdock.kernels.backend import CPP, TORCH, Attention, choose_attention
+from crossdock.kernels.packages import triton_is_interpreted
 from crossdock.workers.model.graphs import mixed_graphs as mixed
 from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs
 from crossdock.workers.model.graphs.mixed_graphs import MixedGraphs, mixed_graphs, padded_with_chunks
@@ -23,11 +24,11 @@ from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.computing import new_engine
-from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.cost.cost_fit import StepCostFit
-from crossdock.workers.schedule.request import Request
-from crossdock.workers.schedule.submission import SamplingParams, Submission
+from crossdock.workers.schedule.request.batch import Batch, Scheduled
+from crossdock.workers.schedule.request.request import Request
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.graphs.steps import PAGE_SIZE, PagedStep, answers_of, tokens_of

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crossdock.kernels.attention import reference_paged_attention, reference_store_kv
-from crossdock.kernels.backend import Attention, choose_attention, triton_is_interpreted
+from crossdock.kernels.backend import Attention, choose_attention
+from crossdock.kernels.packages import triton_is_interpreted
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.layers.fixed_order import check_rows

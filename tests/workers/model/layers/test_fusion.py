@@ -30,11 +30,11 @@ from tests.workers.architectures import build
 from tests.workers.model.paged import assert_near, in_random_steps, monolithic, random_prompts, through_pages
 
 has_own = "avx512_bf16" in cpu_flags()
-needs_own = pytest.mark.skipif(not has_own, reason="needs a CPU with AVX512-BF16")
+needs_native = pytest.mark.skipif(not has_own, reason="needs a CPU with AVX512-BF16")
 needs_onednn = pytest.mark.skipif(
     not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="needs a CPU on which oneDNN has bfloat16"
 )
-KERNELS = [pytest.param("own", marks=needs_own), pytest.param("onednn", marks=needs_onednn), "torch"]
+KERNELS = [pytest.param("native", marks=needs_native), pytest.param("onednn", marks=needs_onednn), "torch"]
 
 PROMPTS = random_prompts(5, 23, 100, 57, 8, 200, seed=3)
 WIDE = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 32}
@@ -107,11 +107,11 @@ def test_fused_float32_logits_equal_transformers(name: str, kernel: CpuKernels) 
         assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
 
 
-@needs_own
+@needs_native
 def test_kernel_changes_with_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows by our products and many by oneDNN's, over one KV pool."""
     for chooses in ("stack_choice", "linear_choice"):
-        monkeypatch.setattr(fusion, chooses, lambda *_: KernelChoice("own", "onednn", 8))
+        monkeypatch.setattr(fusion, chooses, lambda *_: KernelChoice("native", "onednn", 8))
     module = bf16("llama", WIDE)
     expected = [monolithic(module, prompt).float() for prompt in PROMPTS]
     model = wrap_module(module)
@@ -144,22 +144,22 @@ def test_fused_model_has_one_copy_of_its_weights(kernel: CpuKernels, tmp_path: P
     assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
-@needs_own
+@needs_native
 def test_weight_that_embedding_and_head_share_is_in_memory_once() -> None:
-    tied = wrap_module(bf16("llama", {**WIDE, "tie_word_embeddings": True}), LoadOptions(cpu_kernels="own"))
+    tied = wrap_module(bf16("llama", {**WIDE, "tie_word_embeddings": True}), LoadOptions(cpu_kernels="native"))
     module: Any = tied.module
     assert is_fused(tied)
     assert isinstance(module.model.embed_tokens, PackedEmbedding)
     assert max(parameter.numel() for parameter in module.parameters()) == WIDE["hidden_size"], "norms alone are left"
     untied: Any = wrap_module(
-        bf16("llama", {**WIDE, "tie_word_embeddings": False}), LoadOptions(cpu_kernels="own")
+        bf16("llama", {**WIDE, "tie_word_embeddings": False}), LoadOptions(cpu_kernels="native")
     ).module
     assert isinstance(untied.model.embed_tokens, torch.nn.Embedding)
 
 
 def test_kernel_that_cannot_run_is_refused() -> None:
-    with pytest.raises(ValueError, match="cpu_kernels own: it keeps weights in bfloat16, which does not hold"):
-        wrap_module(build("llama", WIDE), LoadOptions(cpu_kernels="own"))
+    with pytest.raises(ValueError, match="cpu_kernels native: it keeps weights in bfloat16, which does not hold"):
+        wrap_module(build("llama", WIDE), LoadOptions(cpu_kernels="native"))
 
 
 @pytest.mark.parametrize("name", NOT_FUSED)
@@ -174,19 +174,19 @@ def test_float32_weights_wait_in_bfloat16_and_come_back_where_layers_are_not_fus
     copied: Any = list(fused.model.layers)
     joined: list[torch.dtype] = []
     monkeypatch.setattr(decoder, "interleave", lambda *parts: [joined.append(parts[0].dtype), interleave(*parts)][1])
-    assert is_fused(wrap_module(fused, LoadOptions(cpu_kernels="own")))
+    assert is_fused(wrap_module(fused, LoadOptions(cpu_kernels="native")))
     assert set(joined) == {torch.bfloat16}, "copies of a layer take half of the memory"
     assert copied[0].mlp.up_proj.weight.dtype is torch.bfloat16
     before = {name: each.clone() for name, each in refused.state_dict().items()}
-    assert not is_fused(wrap_module(refused, LoadOptions(cpu_kernels="own")))
+    assert not is_fused(wrap_module(refused, LoadOptions(cpu_kernels="native")))
     after = refused.state_dict()
     assert all(after[name].dtype is each.dtype and torch.equal(after[name], each) for name, each in before.items())
 
 
-@needs_own
+@needs_native
 def test_fused_rows_depend_on_no_batch_and_no_chunks() -> None:
     """Bit for bit the same: alone in one chunk, token by token, and in ragged batches."""
-    model = wrap_module(bf16("llama", WIDE), LoadOptions(cpu_kernels="own"))
+    model = wrap_module(bf16("llama", WIDE), LoadOptions(cpu_kernels="native"))
     alone = one_by_one(model)
     for seed in range(3):
         mixed = in_random_steps(model, PROMPTS, seed)
@@ -257,7 +257,7 @@ def packed_and_plain(kind: str, dtype: torch.dtype) -> tuple[Any, Any]:
     return module, oracle
 
 
-@pytest.mark.parametrize("kernel", ["own", "torch", pytest.param("int8", marks=needs_rounding)])
+@pytest.mark.parametrize("kernel", ["native", "torch", pytest.param("int8", marks=needs_rounding)])
 @pytest.mark.parametrize("kind", ["int4", "e4m3"])
 def test_packed_logits_are_those_of_dequantised_weights(kind: str, kernel: CpuKernels) -> None:
     module, oracle = packed_and_plain(kind, torch.bfloat16)
@@ -274,7 +274,7 @@ def test_packed_logits_are_those_of_dequantised_weights(kind: str, kernel: CpuKe
         assert (ours - true).norm() <= (5 if kernel == "int8" else 1.5) * (rounded - true).norm()
 
 
-@pytest.mark.parametrize("kernel", ["own", "torch", pytest.param("int8", marks=needs_rounding)])
+@pytest.mark.parametrize("kernel", ["native", "torch", pytest.param("int8", marks=needs_rounding)])
 @pytest.mark.parametrize("kind", ["int4", "e4m3"])
 def test_packed_logits_in_float32_equal_those_of_dequantised_weights(kind: str, kernel: CpuKernels) -> None:
     module, oracle = packed_and_plain(kind, torch.float32)
@@ -290,7 +290,7 @@ def test_packed_logits_in_float32_equal_those_of_dequantised_weights(kind: str, 
             assert_near([ours], [true], 1e-4)
 
 
-@pytest.mark.parametrize("kernel", ["own", pytest.param("int8", marks=needs_rounding)])
+@pytest.mark.parametrize("kernel", ["native", pytest.param("int8", marks=needs_rounding)])
 def test_wrong_kernel_ends_the_load_of_packed_weights(kernel: CpuKernels, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel swaps each output with its neighbour, as a kernel may on a CPU on which it has never run."""
     module, _ = packed_and_plain("int4", torch.float32)
@@ -321,9 +321,9 @@ def test_rows_are_rounded_for_packed_weights_alone() -> None:
     ("dtype", "kernels", "rounds", "reason"),
     [
         ("float16", "auto", True, "activations must be bfloat16 or float32, and the model is float16"),
-        ("bfloat16", "onednn", True, "it is computed by own kernels, and cpu_kernels is onednn"),
+        ("bfloat16", "onednn", True, "it is computed by native kernels, and cpu_kernels is onednn"),
         ("bfloat16", "auto", False, "rows are rounded to int8 on CPUs with AVX512-VNNI, or AVX2 and no AVX-512"),
-        ("float32", "own", False, "rows are rounded to int8 on CPUs with AVX512-VNNI, or AVX2 and no AVX-512"),
+        ("float32", "native", False, "rows are rounded to int8 on CPUs with AVX512-VNNI, or AVX2 and no AVX-512"),
     ],
 )
 def test_int8_that_cannot_run_is_refused(

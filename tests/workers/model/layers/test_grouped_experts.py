@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from crossdock.kernels.backend import choose_attention, triton_is_interpreted
+from crossdock.kernels.backend import choose_attention
+from crossdock.kernels.packages import triton_is_interpreted
 from crossdock.workers.model.layers import grouped_experts
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions

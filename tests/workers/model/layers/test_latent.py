@@ -19,7 +19,7 @@ from crossdock.workers.model.load import load_model, wrap_module
 from crossdock.workers.model.model_spec import ModelSpec
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import assert_near, in_random_steps, monolithic
-from tests.workers.ranks import Ranks, saved
+from tests.workers.ranks import UNHURRIED_S, Ranks, saved
 
 EXPANDED = LayerShape(4, 24, 16)
 
@@ -75,12 +75,12 @@ def shapes_if_one_rank_refuses(rank: int, path: Path, refusing: int) -> tuple[li
                 raise NoLatentsError("of this rank")
 
             patch.setattr(Unexpanded, "__init__", refuse)
-        model = load_model(ModelSpec(str(path), "float32"), links=Collectives(position, 20.0))
+        model = load_model(ModelSpec(str(path), "float32"), links=Collectives(position, UNHURRIED_S))
     return list(model.layers), model.part.heads
 
 
 @pytest.mark.parametrize("refusing", [0, 3])
-def test_ranks_of_a_gang_cache_alike(ranks: Ranks, tmp_path: Path, refusing: int) -> None:
+def test_ranks_of_a_worker_group_cache_alike(ranks: Ranks, tmp_path: Path, refusing: int) -> None:
     """One of four ranks refuses: none caches latents, for pages of all must fit together."""
     path = saved(build("deepseek_v3", SERVED["deepseek_v3"]), tmp_path)
     for rank, (layers, heads) in enumerate(ranks.run(4, shapes_if_one_rank_refuses, path, refusing)):

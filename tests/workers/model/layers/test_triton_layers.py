@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from crossdock.kernels.attention import reference_paged_attention, reference_store_kv
-from crossdock.kernels.backend import Attention, choose_attention, triton_is_interpreted
+from crossdock.kernels.backend import Attention, choose_attention
+from crossdock.kernels.packages import triton_is_interpreted
 from crossdock.workers.model import load
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.position import RankPosition
@@ -25,7 +26,7 @@ from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import assert_near, in_random_steps, monolithic, random_prompts, through_pages
 from tests.workers.multimodal import paged_multimodal
-from tests.workers.ranks import Ranks, saved
+from tests.workers.ranks import UNHURRIED_S, Ranks, saved
 
 pytestmark = pytest.mark.skipif(not triton_is_interpreted(), reason="needs Triton: pip install triton")
 
@@ -162,7 +163,7 @@ def part_logits(rank: int, path: Path, tensor_size: int, num_stages: int) -> tup
     choose = load.choose_attention
     load.choose_attention = lambda *_: attention()
     try:
-        links = Collectives(RankPosition(rank, tensor_size, num_stages), 60.0)
+        links = Collectives(RankPosition(rank, tensor_size, num_stages), UNHURRIED_S)
         model = load.load_model(ModelSpec(str(path), "float32"), links=links)
     finally:
         load.choose_attention = choose
@@ -180,7 +181,7 @@ def part_logits(rank: int, path: Path, tensor_size: int, num_stages: int) -> tup
         (False, (1, 2), ["", ""]),
     ],
 )
-def test_ranks_of_a_gang_give_logits_of_the_whole(
+def test_ranks_of_a_worker_group_give_logits_of_the_whole(
     ranks: Ranks, tmp_path: Path, has_biases: bool, division: tuple[int, int], kernels: list[str]
 ) -> None:
     module = with_biases("llama", TWO | {"attention_bias": has_biases})

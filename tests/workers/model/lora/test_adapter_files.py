@@ -1,6 +1,7 @@
 """Files of adapters are looked at before a library reads them: what is not served is refused by its name."""
 
 import json
+import os
 import re
 import struct
 from collections.abc import Callable
@@ -11,7 +12,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from crossdock.workers.model.lora.adapter_files import fingerprint, read_adapter
+from crossdock.workers.model.lora.adapter_files import read_adapter
 from tests.workers.architectures import build
 from tests.workers.lora_oracle import peft, tuned
 
@@ -73,8 +74,9 @@ def test_scales_and_ranks_are_those_of_peft(tmp_path: Path) -> None:
         ({"r": 5}, "its r is 5"),
         ({"r": 65}, "this server takes at most 64"),
         ({"target_modules": ["q_proj"]}, "which is none of target_modules"),
-        ({"target_modules": "((a+)+)+b"}, "may take too long"),
-        ({"rank_pattern": {"(a*)*": 4}}, "may take too long"),
+        ({"target_modules": "((a+)+)+b"}, "which is none of target_modules"),
+        ({"target_modules": "(a"}, "the pattern (a is none"),
+        ({"rank_pattern": {r"(q)\1": 4}}, "has a part that is not read: groupref"),
         ({"alpha_pattern": {"q_proj": -1}}, "alpha_pattern has -1"),
         ({"target_modules": 7}, "target_modules is 7"),
     ],
@@ -134,8 +136,81 @@ def test_files_of_strangers_end_in_a_value_error(folder: Path) -> None:
 
 
 def test_fingerprint_follows_every_byte(folder: Path) -> None:
-    first = fingerprint(folder)
+
+    def fingerprint() -> str:
+        return read_adapter(folder, 64).adapter("one").fingerprint
+
+    first = fingerprint()
     change(folder, lora_alpha=7)
-    second = fingerprint(folder)
+    second = fingerprint()
     rewrite(folder, lambda tensors: next(iter(tensors.values())).view(-1)[0].add_(1))
-    assert len({first, second, fingerprint(folder)}) == 3
+    assert len({first, second, fingerprint()}) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_adapter_whose_numbers_are_not_finite_is_refused_by_module(
+    folder: Path, dtype: torch.dtype, number: float
+) -> None:
+    def edit(tensors: dict[str, torch.Tensor]) -> None:
+        for name in tensors:
+            tensors[name] = tensors[name].to(dtype)
+            tensors[name].view(-1)[0] = torch.finfo(dtype).max
+        tensors["base_model.model.model.layers.1.mlp.up_proj.lora_B.weight"][3, 1] = broken
+
+    broken = 1.0
+    rewrite(folder, edit)
+    read_adapter(folder, 64).adapter("one")
+    broken = number
+    rewrite(folder, edit)
+    with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj has NaN or infinity"):
+        read_adapter(folder, 64).adapter("one")
+
+
+def test_file_that_is_a_hole_is_refused_before_it_is_read(folder: Path) -> None:
+    """A matrix of 2^29 columns, of which the disk has no block."""
+    columns = 1 << 29
+    name, size = "base_model.model.model.layers.0.self_attn.q_proj.lora_", 4 * columns
+    shapes = {"A": ([1, columns], 0, size), "B": ([8, 1], size, size + 32)}
+    entries = {
+        f"{name}{matrix}.weight": {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+        for matrix, (shape, start, end) in shapes.items()
+    }
+    head = json.dumps(entries).encode()
+    change(folder, r=1)
+    weights = folder / "adapter_model.safetensors"
+    weights.write_bytes(struct.pack("<Q", len(head)) + head)
+    os.truncate(weights, 8 + len(head) + size + 32)
+    with pytest.raises(ValueError, match="536870912 rows or columns; at most 262144 are read"):
+        read_adapter(folder, 64)
+
+
+def test_file_that_grows_between_its_header_and_its_numbers_is_refused(folder: Path) -> None:
+    files = read_adapter(folder, 64)
+    os.truncate(folder / "adapter_model.safetensors", 1 << 40)
+    with pytest.raises(ValueError, match="has changed while it was read"):
+        files.adapter("one")
+
+
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_file_that_is_a_link_out_of_the_folder_is_refused(folder: Path, name: str, saved: Path) -> None:
+    read_adapter(folder, 64)
+    (folder / name).unlink()
+    (folder / name).symlink_to(saved / name)
+    with pytest.raises(ValueError, match=rf"{re.escape(name)} is a link out of its folder"):
+        read_adapter(folder, 64)
+
+
+def test_links_of_a_hub_cache_are_followed(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+    repository = tmp_path_factory.mktemp("hub") / "models--someone--adapter"
+    snapshot = repository / "snapshots" / "0123abc"
+    snapshot.mkdir(parents=True)
+    (repository / "blobs").mkdir()
+    for number, name in enumerate(("adapter_config.json", "adapter_model.safetensors")):
+        (folder / name).rename(repository / "blobs" / f"{number}")
+        (snapshot / name).symlink_to(Path("..", "..", "blobs", f"{number}"))
+    read_adapter(snapshot, 64).adapter("one")
+    (snapshot / "adapter_config.json").unlink()
+    (snapshot / "adapter_config.json").symlink_to("/etc/passwd")
+    with pytest.raises(ValueError, match="is a link out of its folder"):
+        read_adapter(snapshot, 64)

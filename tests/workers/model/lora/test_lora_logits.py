@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from crossdock.kernels.backend import triton_is_interpreted
+from crossdock.kernels.packages import triton_is_interpreted
 from crossdock.workers.model.layers import fusion
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
-from crossdock.workers.model.lora.adapter_files import WEIGHTS
+from crossdock.workers.model.lora.adapter_files import WEIGHTS, read_adapter
 from crossdock.workers.model.model import LoadedModel
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import build
@@ -102,7 +102,7 @@ def test_logits_in_bfloat16_are_as_exact_as_pefts(name: str, kernel: Any, tmp_pa
     assert (exact[1] - plain).norm() > 10 * (theirs[1] - exact[1]).norm(), "the adapter changes more than rounding does"
 
 
-@pytest.mark.parametrize("kernel", ["own", "torch", pytest.param("int8", marks=needs_rounding)])
+@pytest.mark.parametrize("kernel", ["native", "torch", pytest.param("int8", marks=needs_rounding)])
 def test_packed_weights_take_adapters(kernel: Any, tmp_path: Path) -> None:
     module, oracle = packed_and_plain("int4", torch.bfloat16)
     adapters = adapters_of(oracle, tmp_path)
@@ -127,6 +127,35 @@ def test_rows_do_not_depend_on_the_adapters_of_others(tmp_path: Path) -> None:
         assert (one - other).norm() <= 0.05 * other.norm(), (
             "products of other shapes round otherwise, by less than this"
         )
+
+
+def test_adapter_is_compared_with_the_model_before_its_numbers_are_read(tmp_path: Path) -> None:
+    """All shapes of a misfit, each beside an adapter that fits."""
+    experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+    attention = {"target_modules": ["q_proj", "o_proj"]}
+    cases = [
+        ({}, {"num_hidden_layers": 5}, {}, r"model\.layers\.\d\.\S+ is no linear of this model"),
+        ({}, {"hidden_size": 96}, {}, "this model's has 64 and 48|this model's has 48 and 64"),
+        ({}, {}, {"r": 17}, "r of .* is 17; this server takes at most 16"),
+        ({"moe": experts}, {}, attention | {"target_modules": ["gate_proj"]}, r"gate_proj is no linear of this model"),
+    ]
+    for number, (ours, theirs, config, reason) in enumerate(cases):
+        served = build("qwen3_moe" if ours else "llama", ours.get("moe", {}))
+        adapters = with_adapters(served, []).adapters
+        assert adapters is not None
+        fits = tuned(
+            build("qwen3_moe" if ours else "llama", ours.get("moe", {})), tmp_path / f"{number}", 1, **attention
+        )
+        adapters.check(read_adapter(Path(fits.adapter.path), 16))
+        other = tuned(build("llama", theirs), tmp_path / f"other {number}", 1, **config)
+        with pytest.raises(ValueError, match=reason):
+            adapters.check(read_adapter(Path(other.adapter.path), 16))
+        file = tmp_path / f"{number}" / WEIGHTS
+        prefix = "base_model.model.model."
+        renamed = {name.replace(prefix, f"{prefix}language_model."): each for name, each in load_file(file).items()}
+        save_file(renamed, file)
+        with pytest.raises(ValueError, match=r"model\.language_model\.\S+ is no linear of this model"):
+            adapters.check(read_adapter(Path(fits.adapter.path), 16))
 
 
 def test_module_that_the_model_lacks_is_refused_by_name(tmp_path: Path) -> None:

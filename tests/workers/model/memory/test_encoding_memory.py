@@ -10,11 +10,11 @@ from torch import Tensor
 
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
-from crossdock.workers.model.memory.encoding_memory import bytes_for_pictures, largest_calls
+from crossdock.workers.model.memory.kv_memory import bytes_for_pictures, largest_calls
 from crossdock.workers.model.memory.memory_budget import MemoryBudget
 from crossdock.workers.model.pictures.vision import PictureEncoder
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.schedule.pictures.items import Item
+from crossdock.workers.schedule.request.items import Item
 from tests.sweeps import rest_in_soak
 from tests.workers.multimodal import FAMILIES, paged_multimodal, picture
 
@@ -26,14 +26,14 @@ def test_largest_calls_are_as_large_as_the_scheduler_allows(family: str) -> None
     encoder = model.encoder
     assert encoder is not None
     cached = 40
-    budget = MemoryBudget(max_num_batched_tokens=70, mm_encoder_cache=cached * encoder.row_bytes)
+    budget = MemoryBudget(max_num_batched_tokens=70, mm_encoder_cache=cached * encoder.embedding_token_bytes)
     large, small = largest_calls(model, encoder, budget)
-    assert [item.num_rows <= cached for item in large] == [True]
+    assert [item.num_embedding_tokens <= cached for item in large] == [True]
     if family.startswith("qwen"):
-        assert large[0].num_rows == 36
+        assert large[0].num_embedding_tokens == 36
     assert len({item.content_hash for item in small}) == len(small)
-    rows = sum(item.num_rows for item in small)
-    assert len(small) == 1 if "image_sizes" in small[0].tensors else 70 - small[0].num_rows < rows <= 70
+    rows = sum(item.num_embedding_tokens for item in small)
+    assert len(small) == 1 if "image_sizes" in small[0].tensors else 70 - small[0].num_embedding_tokens < rows <= 70
     assert encoder.measure(large) > 0
     assert encoder.measure(small) > 0
 
@@ -47,7 +47,7 @@ def test_pictures_take_the_cache_the_largest_call_and_the_rows_of_a_step() -> No
         run()
         return next(peaks)
 
-    row = model.encoder.row_bytes
+    row = model.encoder.embedding_token_bytes
     assert row == (1 + 2) * 128 * 4, "the input, and what is added after two layers, in float32"
     assert bytes_for_pictures(model, budget, peak) == (1 << 20) + (9 << 20) + 2 * 100 * row
     assert next(peaks, None) is None
@@ -70,7 +70,7 @@ def test_calls_of_bounded_rows_give_the_same_embeddings(family: str, monkeypatch
     calls, features = list[int](), PictureEncoder.features
 
     def counted(self: PictureEncoder, batch: list[Item], **options: Any) -> Tensor:
-        calls.append(sum(item.num_rows for item in batch))
+        calls.append(sum(item.num_embedding_tokens for item in batch))
         assert calls[-1] <= 40 or len(batch) == 1
         return features(self, batch, **options)
 
@@ -78,6 +78,6 @@ def test_calls_of_bounded_rows_give_the_same_embeddings(family: str, monkeypatch
     encoder.clear()
     encoder.limit_calls(40)
     encoder.encode(items)
-    assert sum(calls) == sum(item.num_rows for item in items)
+    assert sum(calls) == sum(item.num_embedding_tokens for item in items)
     for item, before in zip(items, expected, strict=True):
         torch.testing.assert_close(encoder.embeddings_of(item), before, rtol=1e-4, atol=1e-5)

@@ -120,7 +120,7 @@ def test_pages_on_gpu_leave_room_for_pictures() -> None:
     )
     page_bytes = model.layout(16).page_bytes
     steps = 100 + 100 + 24
-    left = int(0.6 * (1 << 30)) - ((200 + steps + 100 + 16) << 20) - 2 * 300 * model.encoder.row_bytes
+    left = int(0.6 * (1 << 30)) - ((200 + steps + 100 + 16) << 20) - 2 * 300 * model.encoder.embedding_token_bytes
     assert count_pages_that_fit(model, config.budget, 16) == PageBudget(left // page_bytes, page_bytes)
 
 

@@ -10,7 +10,7 @@ from crossdock.workers.model.runner import Runner
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.computing import new_engine
-from crossdock.workers.schedule.submission import SamplingParams, Submission
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.workers.model.pictures.test_vision import logits_of
 from tests.workers.multimodal import (
     FAMILIES,

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.pictures.encoder_calls import shared_levels, values_of
-from crossdock.workers.schedule.pictures.items import LEVELS, Item, with_levels
-from crossdock.workers.schedule.submission import InvalidField
+from crossdock.workers.schedule.request.items import LEVELS, Item, with_levels
+from crossdock.workers.schedule.request.submission import InvalidField
 from tests.sweeps import rest_in_soak
 from tests.workers.model.pictures.test_vision import logits_of, requests_of
 from tests.workers.multimodal import (
@@ -136,7 +136,7 @@ def test_video_whose_grid_is_not_that_of_its_placeholders_is_an_error() -> None:
     tokens, item = video("qwen3_vl", 1, 3)
     prompt = PicturePrompt.of(3, (tokens, item), 3)
     wrong = {**item.tensors, "video_grid_thw": np.array([[2, 4, 4]])}
-    for change in ({"tensors": wrong}, {"num_rows": 11}, {"kind": "image"}):
+    for change in ({"tensors": wrong}, {"num_embedding_tokens": 11}, {"kind": "image"}):
         changed = PicturePrompt(prompt.token_ids, [replace(prompt.items[0], **change)])  # type: ignore[arg-type]
         with pytest.raises(InvalidField, match=r"grids|placeholders"):
             requests_of(model, [changed])

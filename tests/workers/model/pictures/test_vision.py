@@ -18,10 +18,9 @@ from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.pictures.vision import why_text_alone
 from crossdock.workers.model.runner import Runner
-from crossdock.workers.schedule.batch import Batch, Scheduled
-from crossdock.workers.schedule.pictures.encoding import EncoderWork
-from crossdock.workers.schedule.request import Request
-from crossdock.workers.schedule.submission import InvalidField, SamplingParams
+from crossdock.workers.schedule.request.batch import Batch, EncoderWork, Scheduled
+from crossdock.workers.schedule.request.request import Request
+from crossdock.workers.schedule.request.submission import InvalidField, SamplingParams
 from tests.sweeps import rest_in_soak
 from tests.workers.model.paged import random_steps
 from tests.workers.multimodal import (
@@ -171,16 +170,16 @@ def test_examples_to_measure_with_are_encoded(family: str, models: tuple[LoadedM
     encoder = models[0].encoder
     assert encoder is not None
     small, large = encoder.example(2), encoder.example(3)
-    assert 1 < small.num_rows <= large.num_rows
-    assert encoder.features([small, small]).shape[1] == 2 * small.num_rows
+    assert 1 < small.num_embedding_tokens <= large.num_embedding_tokens
+    assert encoder.features([small, small]).shape[1] == 2 * small.num_embedding_tokens
     assert encoder.measure([small, large]) > 0
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"num_rows": 3}, "3 rows of embeddings and 4 placeholders"),
-        ({"length": 4}, "4 rows of embeddings and 3 placeholders"),
+        ({"num_embedding_tokens": 3}, "3 embedding tokens and 4 placeholders"),
+        ({"length": 4}, "4 embedding tokens and 3 placeholders"),
         ({"start": 60}, "ends after the prompt"),
         ({"kind": "sound"}, "kind that this model does not take"),
         (

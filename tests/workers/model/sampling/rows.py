@@ -11,7 +11,7 @@ from transformers import MinPLogitsWarper, TemperatureLogitsWarper, TopKLogitsWa
 
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import sample
-from crossdock.workers.schedule.submission import SamplingParams
+from crossdock.workers.schedule.request.submission import SamplingParams
 
 VOCAB = 49152
 EOS = (2, 7)

@@ -12,7 +12,7 @@ from transformers import RepetitionPenaltyLogitsProcessor
 from crossdock.workers.model.sampling.edits import edited_scores
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import sample
-from crossdock.workers.schedule.submission import SamplingParams
+from crossdock.workers.schedule.request.submission import SamplingParams
 
 from .rows import EOS, draw, make_row, random_logits
 
@@ -100,6 +100,17 @@ def test_repetition_penalty_equals_transformers() -> None:
     row = SampleRow(SamplingParams(repetition_penalty=1.3), [3, 4, 4, 400, 7, 7], 3)
     expected = RepetitionPenaltyLogitsProcessor(1.3)(torch.tensor([row.token_ids]), logits[None].clone())[0]
     assert torch.equal(edited(logits, row), expected)
+
+
+@pytest.mark.parametrize("penalty", [1e-300, 5e-324, 1e-38])
+@pytest.mark.parametrize("more", [{"temperature": 0.0}, {"temperature": 2e-5, "seed": 1}])
+def test_tiny_repetition_penalty_makes_no_infinity(penalty: float, more: dict[str, Any]) -> None:
+    """An infinite score would end the request as one of a model with damaged weights."""
+    logits = torch.tensor([[-3.0, 40.0, 90.0, -90.0, 0.0]])
+    row = SampleRow(SamplingParams(repetition_penalty=penalty, **more), [1, 3, 4], 3)
+    assert edited(logits[0], row).isfinite().all()
+    (drawn,) = sample(logits, [row])
+    assert (drawn.token_id, drawn.is_not_finite) == (1, False), "the used token with the highest logit"
 
 
 def test_presence_and_frequency_penalties_count_only_output() -> None:

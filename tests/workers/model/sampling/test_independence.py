@@ -11,10 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdock.workers.model.sampling.filters import row_sums, temperatures_of
-from crossdock.workers.model.sampling.noise import hashed_ids, negative_gumbel, row_keys
 from crossdock.workers.model.sampling.row import SampleRow
-from crossdock.workers.model.sampling.sampler import sample
-from crossdock.workers.schedule.submission import SamplingParams
+from crossdock.workers.model.sampling.sampler import hashed_ids, negative_gumbel, row_keys, sample
+from crossdock.workers.schedule.request.submission import SamplingParams
 
 from .rows import EOS, VOCAB, draw, make_row, random_logits
 
@@ -111,7 +110,7 @@ def test_tokens_depend_on_no_generator_and_no_threads() -> None:
 def test_another_process_draws_same_tokens() -> None:
     script = (
         "import torch\n"
-        "from crossdock.workers.schedule.request import SamplingParams\n"
+        "from crossdock.workers.schedule.request.request import SamplingParams\n"
         "from crossdock.workers.model.sampling.row import SampleRow\n"
         "from crossdock.workers.model.sampling.sampler import sample\n"
         "logits = (torch.arange(8 * 5000) * 2654435761 % 1009).reshape(8, 5000) / 150\n"

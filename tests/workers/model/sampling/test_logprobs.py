@@ -8,7 +8,7 @@ import torch
 from crossdock.workers.model.sampling import logprobs
 from crossdock.workers.model.sampling.logprobs import PendingLogprobs
 from crossdock.workers.model.sampling.sampler import sample
-from crossdock.workers.schedule.request import TokenLogprobs
+from crossdock.workers.schedule.request.request import TokenLogprobs
 
 from .rows import make_row, oracle, random_logits
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from crossdock.workers.model.sampling.sampler import sample
-from crossdock.workers.schedule.request import TokenLogprobs
+from crossdock.workers.schedule.request.request import TokenLogprobs
 
 from .rows import draw, make_row, random_logits
 

@@ -14,8 +14,8 @@ from crossdock.kernels.options import Quantization
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
-from crossdock.workers.model.memory.held_bytes import held_bytes
 from crossdock.workers.model.weights.formats import PlainWeights, WeightUse, format_of
+from crossdock.workers.replica.serving.machine import held_bytes
 from tests.workers.architectures import build
 
 BF16 = torch.bfloat16

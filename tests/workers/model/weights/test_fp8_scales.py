@@ -17,7 +17,7 @@ from crossdock.workers.model.weights.fp8_scales import example_text, exponents, 
 from crossdock.workers.replica.ranks.pool_layout import HeldLayers, held_layers, pool_spec
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, build
-from tests.workers.ranks import DIVISIONS, Ranks, saved
+from tests.workers.ranks import DIVISIONS, UNHURRIED_S, Ranks, saved
 
 CHOSEN = ["llama", "gemma2", "gemma4_text", "gpt2", "phi3", "mixtral", "deepseek_v2", "gpt_oss"]
 
@@ -107,7 +107,7 @@ def test_scales_depend_only_on_their_heads_own_keys_or_values() -> None:
 
 
 def held_part(rank: int, path: Path, tensor_size: int, num_stages: int) -> HeldLayers:
-    links = Collectives(RankPosition(rank, tensor_size, num_stages), 60.0)
+    links = Collectives(RankPosition(rank, tensor_size, num_stages), UNHURRIED_S)
     model = load_model(ModelSpec(str(path), "bfloat16", kv_cache_dtype="fp8"), links=links)
     return held_layers(model)
 
@@ -130,6 +130,7 @@ def test_scales_of_every_division_are_equal(ranks: Ranks, tmp_path: Path, option
 
 
 @pytest.mark.soak
+@pytest.mark.timeout(1200)  # two minutes alone on two slow cores
 def test_scales_of_divided_real_weights_are_equal(ranks: Ranks, model_dir: Path) -> None:
     assert_divisions_agree(ranks, model_dir, [(2, 1)])
 

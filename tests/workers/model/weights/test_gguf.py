@@ -13,7 +13,6 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from crossdock.workers.model.cut.position import RankPosition
-from crossdock.workers.model.weights import gguf_checkpoint
 from crossdock.workers.model.weights.checkpoint import model_name, resolve_model
 from crossdock.workers.model.weights.formats import PlainWeights
 from crossdock.workers.model.weights.gguf_blocks import BLOCK_TYPES
@@ -125,10 +124,7 @@ def write_experts(file: Path, kind: str) -> Any:
 
 
 @pytest.mark.parametrize("kind", ["Q4_0", "Q8_0"])
-def test_experts_of_a_file_stay_packed_and_give_the_logits_of_the_dequantised_model(
-    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(gguf_checkpoint, "save_tokenizer", lambda *_: None)  # the file has none
+def test_experts_of_a_file_stay_packed_and_give_the_logits_of_the_dequantised_model(kind: str, tmp_path: Path) -> None:
     module = write_experts(tmp_path / "model.gguf", kind)
     pack_gguf(tmp_path / "model.gguf", tmp_path / "packed")
     assert_logits_equal(tmp_path / "packed", module)
@@ -140,7 +136,6 @@ def test_experts_of_a_file_stay_packed_and_give_the_logits_of_the_dequantised_mo
 
 def test_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """transformers parses it for the configuration, too; a vocabulary takes seconds."""
-    monkeypatch.setattr(gguf_checkpoint, "save_tokenizer", lambda *_: None)  # the file has none
     write_experts(tmp_path / "model.gguf", "Q8_0")
     parsed, build_fields = list[GGUFReader](), GGUFReader._build_fields
 

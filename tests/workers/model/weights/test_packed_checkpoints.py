@@ -30,7 +30,7 @@ from crossdock.workers.model.weights.weights import read_config
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import assert_near, in_random_steps, monolithic, random_prompts
 from tests.workers.quantised import CASES, SIZES, Case, mxfp4_experts, save, write
-from tests.workers.ranks import Ranks
+from tests.workers.ranks import UNHURRIED_S, Ranks
 
 STATUS = Path("/proc/self/status")
 FLOAT = torch.float32
@@ -270,7 +270,7 @@ def test_packed_weights_refuse_another_dtype_which_would_round_their_scales(tmp_
 def part_logits(rank: int, path: Path, tensor_size: int, num_stages: int) -> list[Tensor]:
     """On one rank: return every token's logits, or nothing where the rank has none."""
     position = RankPosition(rank, tensor_size, num_stages)
-    model = load_model(ModelSpec(str(path), "float32"), links=Collectives(position, 60.0))
+    model = load_model(ModelSpec(str(path), "float32"), links=Collectives(position, UNHURRIED_S))
     assert model.kernels, "products read the codes"
     torch.manual_seed(0)  # the same pages everywhere
     logits = in_random_steps(model, PROMPTS, seed=7)

@@ -20,7 +20,7 @@ from crossdock.workers.model.weights import weights
 from crossdock.workers.model.weights.formats import PlainWeights
 from crossdock.workers.model.weights.weights import load_weights
 from tests.workers.architectures import build
-from tests.workers.ranks import Ranks, saved
+from tests.workers.ranks import UNHURRIED_S, Ranks, saved
 
 STATUS = Path("/proc/self/status")
 M_MMAP_THRESHOLD = -3  # of mallopt
@@ -30,7 +30,10 @@ def peak_of_loading(_: int, path: Path, device: str) -> tuple[int, int]:
     """On one of two ranks: return (bytes its memory grew by at most while loading, bytes it holds in the end)."""
     # As `ENVIRONMENT` sets it for replicas. Otherwise the C library keeps the memory of freed tensors.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 4 << 20)
-    config, links = AutoConfig.from_pretrained(path), Collectives(RankPosition(torch.distributed.get_rank(), 2), 60.0)
+    config, links = (
+        AutoConfig.from_pretrained(path),
+        Collectives(RankPosition(torch.distributed.get_rank(), 2), UNHURRIED_S),
+    )
     with patch.object(weights, "check_products"):  # which are not to be had on `meta`
         PlainWeights().read(config, path, torch.float32, links, device)  # libraries take memory once
         Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM

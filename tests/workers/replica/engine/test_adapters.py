@@ -10,9 +10,10 @@ import torch
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.request import TokenDelta
-from crossdock.workers.schedule.slo import DEFAULT_CLASS
-from crossdock.workers.schedule.submission import Adapter, InvalidField, Submission
+from crossdock.workers.replica.serving.model_start import check_adapters
+from crossdock.workers.schedule.request.request import TokenDelta
+from crossdock.workers.schedule.request.slo import DEFAULT_CLASS
+from crossdock.workers.schedule.request.submission import Adapter, InvalidField, Submission
 from tests.sweeps import rest_in_soak
 from tests.waiting import eventually
 from tests.workers.architectures import build
@@ -154,8 +155,19 @@ def test_request_whose_adapter_cannot_be_loaded_ends_with_the_reason(tmp_path: P
     deltas = run(engine)
     assert tokens_of(deltas["good"]) == good.greedy(PROMPTS[0], 8)
     assert "has other bytes than when adapter 'bad' was loaded first" in str(deltas["bad"][-1].error)
+    assert deltas["bad"][-1].error_field == "model"
     add(engine, "again", PROMPTS[0], good.adapter)
     assert tokens_of(run(engine)["again"]) == good.greedy(PROMPTS[0], 8)
+
+
+def test_start_fails_where_one_of_its_adapters_does_not_fit_and_names_that_one(tmp_path: Path) -> None:
+    module = build("llama", {})
+    good = tuned(module, tmp_path / "good", 1)
+    wide = tuned(build("llama", {"hidden_size": 96}), tmp_path / "wide", 2)
+    engine = engine_of(module)
+    check_adapters(engine, {"good": good.adapter.path, "gone": str(tmp_path / "gone")})
+    with pytest.raises(ValueError, match=r"model\.lora_modules: 'big' cannot be served: .*this model's has 64 and 48"):
+        check_adapters(engine, {"good": good.adapter.path, "big": wide.adapter.path})
 
 
 def test_drafts_are_verified_with_the_adapter(tmp_path: Path) -> None:

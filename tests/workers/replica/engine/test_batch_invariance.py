@@ -16,8 +16,8 @@ from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.schedule.request import TokenLogprobs
-from crossdock.workers.schedule.submission import SamplingParams, Submission
+from crossdock.workers.schedule.request.request import TokenLogprobs
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.workers.architectures import build
 from tests.workers.model.layers.test_fusion import packed_and_plain
 from tests.workers.replica.engines import engine_on, run, tokens_of
@@ -43,7 +43,7 @@ def model_of(form: str) -> LoadedModel:
     if form == "int4":
         module, _ = packed_and_plain("int4", torch.bfloat16)
     quantization: Quantization | None = "int8" if form == "int8" else None
-    return wrap_module(module, LoadOptions(cpu_kernels="own", batch_invariant=True, quantization=quantization))
+    return wrap_module(module, LoadOptions(cpu_kernels="native", batch_invariant=True, quantization=quantization))
 
 
 def submissions(seed: int, count: int = 7) -> list[Submission]:
@@ -125,7 +125,7 @@ def test_request_in_any_batch_has_the_bits_that_it_has_alone(form: str) -> None:
 
 
 def test_model_whose_rows_depend_on_the_batch_is_refused_by_name() -> None:
-    options = LoadOptions(cpu_kernels="own", batch_invariant=True)
+    options = LoadOptions(cpu_kernels="native", batch_invariant=True)
     moe = {**WIDE, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
     for name, sizes, reason in (
         ("qwen3_moe", moe, "the mlp differs in"),
@@ -145,4 +145,4 @@ def test_model_whose_rows_depend_on_the_batch_is_refused_by_name() -> None:
 def test_settings_that_contradict_the_mode_are_refused(field: str, value: object) -> None:
     with pytest.raises(ValueError, match=f"{field} is {value!r}; with batch_invariant it must be"):
         EngineConfig.model_validate({"batch_invariant": True, field: value})
-    assert EngineConfig(batch_invariant=True).model_spec(None).cpu_kernels == "own"
+    assert EngineConfig(batch_invariant=True).model_spec(None).cpu_kernels == "native"

@@ -11,7 +11,7 @@ from crossdock.workers.replica.engine.calibrate import measure_step, warm_up
 from crossdock.workers.replica.serving.metrics import EngineMetrics
 from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.cost.cost_fit import StepCostFit
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.submission import Submission
 from tests.workers.architectures import build
 from tests.workers.replica.engines import engine_on, greedy, tiny_model
 

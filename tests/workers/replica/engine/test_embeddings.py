@@ -14,14 +14,14 @@ from transformers import PreTrainedModel
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.request import TokenDelta
-from crossdock.workers.schedule.submission import InvalidField, SamplingParams, Submission
+from crossdock.workers.schedule.request.request import TokenDelta
+from crossdock.workers.schedule.request.submission import InvalidField, SamplingParams, Submission
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, build
-from tests.workers.gangs import ganged
 from tests.workers.model.paged import random_steps, through_pages
 from tests.workers.ranks import DIVISIONS, Ranks
 from tests.workers.replica.engines import engine_on, greedy, run, tiny_model, tokens_of
+from tests.workers.worker_groups import engine_of_ranks
 
 Vector = NDArray[np.float32]
 
@@ -110,11 +110,11 @@ def test_vector_of_preempted_prompt_equals_transformers(pooling: str) -> None:
 
 
 @pytest.mark.parametrize("division", rest_in_soak(DIVISIONS, (2, 2)))
-def test_vectors_of_a_gang_equal_transformers(ranks: Ranks, tmp_path: Path, division: tuple[int, int]) -> None:
+def test_vectors_of_a_worker_group_equal_transformers(ranks: Ranks, tmp_path: Path, division: tuple[int, int]) -> None:
     module = build("llama", {})
     module.save_pretrained(tmp_path)
     prompts = [[3 + i % 100 for i in prompt] for prompt in prompts_of(9, 6)]
-    with ganged(ranks, tmp_path, *division, max_num_batched_tokens=30) as engine:
+    with engine_of_ranks(ranks, tmp_path, *division, max_num_batched_tokens=30) as engine:
         for i, prompt in enumerate(prompts):
             engine.add(wanted(f"{i}", prompt, ("last", "mean")[i % 2]))
         engine.add(Submission("stream", [5] * 20, greedy(20)))

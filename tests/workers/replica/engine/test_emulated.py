@@ -10,8 +10,9 @@ import pytest
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.emulated import advertised, emulated_engine
 from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.serving.metrics import EngineMetrics
 from crossdock.workers.report.presets import preset
-from crossdock.workers.schedule.submission import Grammar, InvalidField, SamplingParams, Submission
+from crossdock.workers.schedule.request.submission import Grammar, InvalidField, SamplingParams, Submission
 from tests.cluster.simulate.small_fleets import CLASSES, fleet, job, play, profile, times
 from tests.workers.replica.sides import Side, closing, local, ship, submission
 
@@ -62,6 +63,24 @@ def greedy(name: str, num_prompt: int, num_output: int, **sampling: Any) -> Subm
 
 
 @pytest.mark.parametrize("is_ahead", [False, True])
+def test_no_metric_is_below_zero_at_any_moment(folder: Path, is_ahead: bool) -> None:
+    """A scrape may come between the beginning and the end of a step, also of one that runs ahead of its tokens."""
+    clock, config = Clock(), SETTINGS.model_copy(update={"async_scheduling": is_ahead})
+    engine = emulated_engine(profile(), config, folder, clock=clock, sleep=clock.sleep)
+    metrics = EngineMetrics(engine)
+    for name, *lengths in (("a", 700, 20), ("bb", 40, 30), ("ccc", 300, 9)):
+        engine.add(greedy(name, *lengths))
+    num_read = 0
+    while engine.has_work:
+        while engine.pipeline.has_room and engine.begin_step():
+            samples = [sample for family in metrics.registry.collect() for sample in family.samples]
+            assert not [sample for sample in samples if sample.value < 0]
+            num_read += 1
+        engine.step()
+    assert num_read > 20
+
+
+@pytest.mark.parametrize("is_ahead", [False, True])
 def test_token_times_of_emulated_engine_equal_those_of_simulator(folder: Path, is_ahead: bool) -> None:
     """Also where a step begins before the host has the tokens of the one before."""
     clock, config = Clock(), SETTINGS.model_copy(update={"async_scheduling": is_ahead})
@@ -95,6 +114,16 @@ def test_tokens_are_equal_on_other_replicas_in_other_batches_and_after_a_failure
         assert run(engine(), continued)[0][work.id] == together[work.id][6:]
     assert len({tuple(tokens[:9]) for tokens in together.values()}) == 3
     assert not any(EOS in tokens for tokens in together.values())
+
+
+def test_end_token_of_the_tokenizer_ends_requests_as_that_of_the_model(folder: Path) -> None:
+    """An emulated device makes neither of them."""
+    named = {"eos_token": "<end>", "added_tokens_decoder": {"7": {"content": "<end>"}}}
+    (folder / "tokenizer_config.json").write_text(json.dumps(named))
+    engine = emulated_engine(profile(), SETTINGS, folder, clock=(clock := Clock()), sleep=clock.sleep)
+    assert engine.executor.eos_token_ids == {EOS, 7}
+    tokens, _ = run(engine, greedy("a", 40, 300))
+    assert not {EOS, 7} & set(tokens["a"])
 
 
 async def test_pages_travel_in_seconds_of_profile_and_both_replicas_give_tokens_of_one(folder: Path) -> None:

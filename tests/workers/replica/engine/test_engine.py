@@ -18,8 +18,8 @@ from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.request import FinishReason, TokenDelta
-from crossdock.workers.schedule.submission import Grammar, SamplingParams, Submission
+from crossdock.workers.schedule.request.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.request.submission import Grammar, SamplingParams, Submission
 from tests.workers.architectures import build
 from tests.workers.replica.engines import (
     MAX_MODEL_LEN,

@@ -1,4 +1,4 @@
-"""Models that cache latents: their tokens are transformers', alone, in gangs, under preemption, and in two pools."""
+"""Tokens of models that cache latents are transformers': alone, in worker groups, under preemption, in two pools."""
 
 import asyncio
 import random
@@ -12,11 +12,11 @@ from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.replica.engine.engine import Engine
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, build
-from tests.workers.gangs import ganged
 from tests.workers.ranks import Ranks, saved
 from tests.workers.replica.engine.test_engine import assert_tokens
 from tests.workers.replica.engines import engine_on, generated
 from tests.workers.replica.sides import NEEDS_NIXL, Side, closing, local, prompts, ship, submission
+from tests.workers.worker_groups import engine_of_ranks
 
 FAMILIES = ["deepseek_v3", "longcat_flash"]  # one latent a layer; two a layer, and scaled
 
@@ -62,7 +62,7 @@ def test_every_tensor_parallel_rank_holds_all_latents(
     ranks: Ranks, tmp_path: Path, name: str, texts: list[list[int]], expected: list[list[int]]
 ) -> None:
     path = saved(module_of(name), tmp_path)
-    with ganged(ranks, path, 2, 1) as engine:
+    with engine_of_ranks(ranks, path, 2, 1) as engine:
         assert {shape.num_kv_heads for shape in engine.model.layers} == {1}
         assert_tokens(engine, texts, expected)
 
@@ -79,7 +79,7 @@ async def test_shipped_latents_give_the_tokens_of_local_ones(transport: str, kv_
     async with closing(side(), side()) as (prefill, decode):
         works = [submission(prompt, temperature=0.8 * (n % 2), seed=n) for n, prompt in enumerate(prompts(9))]
         wanted = [await decode.generate(local(work)) for work in works]
-        await decode.on_engine(decode.engine.pages.stock.clear_cache)
+        await decode.on_engine(decode.engine.pages.block_pool.clear_cache)
         assert await asyncio.gather(*(ship(prefill, decode, work) for work in works)) == wanted
         page_bytes = sum(shape.key_dim for shape in prefill.engine.model.layers) * 16
         page_bytes *= prefill.engine.model.kv_dtype.itemsize

@@ -8,10 +8,10 @@ import pytest
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.batch import Batch
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.batch import Batch
+from crossdock.workers.schedule.request.submission import Submission
 from tests.workers.architectures import build
-from tests.workers.replica.engines import engine_on, generated, greedy, run, tokens_of
+from tests.workers.replica.engines import before_each_step, engine_on, generated, greedy, run, tokens_of
 from tests.workers.replica.sides import Side, closing, ship, submission
 
 NUM_TOKENS = 12
@@ -46,7 +46,7 @@ def test_tokens_after_thousands_in_unlike_chunks_equal_generate(expected: list[l
         for part in batch.scheduled[batch.num_decodes :]:
             lengths.setdefault(part.request.id, []).append(part.num_tokens)
 
-    one.on_scheduled.append(note)
+    before_each_step(one, note)
     for number in range(6):  # streams that begin and end beside the prompt's chunks
         one.add(Submission(f"stream {number}", [5 + number] * (3 + 20 * number), greedy(4 + 3 * number)))
     one.add(Submission("long", PROMPTS[0], greedy(NUM_TOKENS)))

@@ -17,11 +17,11 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
-from crossdock.workers.schedule.pictures.items import Item
-from crossdock.workers.schedule.request import FinishReason, TokenDelta
-from crossdock.workers.schedule.submission import InvalidField, SamplingParams, Submission
+from crossdock.workers.schedule.request.batch import Batch
+from crossdock.workers.schedule.request.items import Item
+from crossdock.workers.schedule.request.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.request.submission import InvalidField, SamplingParams, Submission
 from tests.sweeps import rest_in_soak
 from tests.workers.multimodal import (
     BOTH_WAYS,
@@ -34,7 +34,7 @@ from tests.workers.multimodal import (
     paged_multimodal,
     picture,
 )
-from tests.workers.replica.engines import engine_on, run, tiny_model, tokens_of
+from tests.workers.replica.engines import before_each_step, engine_on, run, tiny_model, tokens_of
 
 NUM_TOKENS = 6
 
@@ -162,8 +162,8 @@ def test_small_cache_encodes_again_and_tokens_stay(
     family: str, model: LoadedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
 ) -> None:
     assert model.encoder is not None
-    rows = max(item.num_rows for prompt in prompts.values() for item in prompt.items)
-    memory = ByteSize(rows * model.encoder.row_bytes)
+    rows = max(item.num_embedding_tokens for prompt in prompts.values() for item in prompt.items)
+    memory = ByteSize(rows * model.encoder.embedding_token_bytes)
     num_tokens = step_tokens(family, 16)
     engine = engine_on(model, mm_encoder_cache=memory, max_num_batched_tokens=num_tokens, max_num_seqs=8, page_size=8)
     assert served(engine, prompts) == expected
@@ -174,7 +174,7 @@ def test_calibrated_engine_predicts_pictures_and_stays_exact(
     family: str, model: LoadedModel, prompts: dict[str, PicturePrompt], expected: dict[str, list[int]]
 ) -> None:
     engine, steps = engine_on(model, max_num_batched_tokens=128, max_num_seqs=8), list[Batch]()
-    engine.on_scheduled.append(steps.append)
+    before_each_step(engine, steps.append)
     warm_up(engine)
     assert any(step.encoder.items for step in steps) == (family in BOTH_WAYS)  # a kernel variant of their own
     assert engine.encoder_fit is not None
@@ -255,7 +255,7 @@ def test_failure_is_noticed_though_the_step_behind_has_let_the_picture_go() -> N
     prompt = PicturePrompt.of(5, picture("llava", 1), 9, picture("llava", 2), 9)
     first, second = prompt.items
     assert model.encoder is not None
-    memory = ByteSize(first.num_rows * model.encoder.row_bytes)
+    memory = ByteSize(first.num_embedding_tokens * model.encoder.embedding_token_bytes)
     tokens = -(-first.end // 4) * 4
     engine = engine_on(
         model,
@@ -288,7 +288,7 @@ def test_prompt_whose_picture_is_in_cached_pages_does_not_need_its_embeddings() 
 def test_pictures_that_cannot_be_encoded_teach_no_cost() -> None:
     """A call that raises at once says nothing about those that compute."""
     engine = engine_on(paged_multimodal("llava"), page_size=4)
-    rows = PicturePrompt.of(picture("llava", 1)).items[0].num_rows
+    rows = PicturePrompt.of(picture("llava", 1)).items[0].num_embedding_tokens
     engine.calibrate_encoder([((rows,), 10.0)])
     assert engine.encoder_fit is not None
     before = engine.encoder_fit.cost

@@ -20,9 +20,9 @@ from crossdock.workers.model.sampling.sampler import PendingTokens, sample
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine, Step
-from crossdock.workers.schedule.request import TokenDelta
-from crossdock.workers.schedule.slo import SloClass
-from crossdock.workers.schedule.submission import Grammar, SamplingParams, Submission
+from crossdock.workers.schedule.request.request import TokenDelta
+from crossdock.workers.schedule.request.slo import SloClass
+from crossdock.workers.schedule.request.submission import Grammar, SamplingParams, Submission
 from tests.workers.architectures import build
 from tests.workers.replica.driven import driving
 from tests.workers.replica.speculating import (

@@ -20,9 +20,9 @@ from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.sleep import Sleep
 from crossdock.workers.replica.serving.metrics import EngineMetrics
-from crossdock.workers.schedule.submission import Submission
-from crossdock.workers.schedule.weight_version import WeightVersion
-from tests.workers.model.layers.test_fusion import needs_onednn, needs_own, needs_rounding
+from crossdock.workers.schedule.request.submission import Submission
+from crossdock.workers.schedule.request.weight_version import WeightVersion
+from tests.workers.model.layers.test_fusion import needs_native, needs_onednn, needs_rounding
 from tests.workers.model.test_new_weights import saved
 from tests.workers.replica.engines import engine_on, greedy, served, tiny_model
 
@@ -70,10 +70,10 @@ def _in_memory(address: int, size: int) -> int:
     [
         {"dtype": "float32", "cpu_kernels": "torch"},
         pytest.param({"dtype": "float32", "cpu_kernels": "onednn"}, marks=needs_onednn),
-        pytest.param({"dtype": "bfloat16", "cpu_kernels": "own"}, marks=needs_own),
+        pytest.param({"dtype": "bfloat16", "cpu_kernels": "native"}, marks=needs_native),
         pytest.param({"dtype": "bfloat16", "quantization": "int8"}, marks=needs_rounding),
     ],
-    ids=["torch", "onednn", "own", "int8"],
+    ids=["torch", "onednn", "native", "int8"],
 )
 def test_memory_falls_while_asleep_and_tokens_after_it_are_those_of_the_last_weights(
     options: dict[str, Any], tmp_path: Path

@@ -7,10 +7,9 @@ from typing import Any
 
 import pytest
 
-from crossdock.workers.schedule.request import TokenDelta
-from crossdock.workers.schedule.submission import SamplingParams
+from crossdock.workers.schedule.request.request import TokenDelta
+from crossdock.workers.schedule.request.submission import SamplingParams
 from tests.sweeps import rest_in_soak
-from tests.workers.gangs import ganged
 from tests.workers.quantised import CASES, SIZES, write
 from tests.workers.ranks import DIVISIONS, Ranks, saved
 from tests.workers.replica.driven import driving
@@ -31,6 +30,7 @@ from tests.workers.replica.speculating import (
     serve,
     speculating,
 )
+from tests.workers.worker_groups import engine_of_ranks
 
 FORMS = History(forms(), [*range(len(forms()))], {})
 
@@ -119,13 +119,13 @@ def test_steps_ahead_of_known_tokens_are_refused_with_drafts() -> None:
 
 
 @pytest.mark.parametrize("division", rest_in_soak(DIVISIONS, (2, 2)))
-def test_gang_with_drafts_gives_the_tokens_of_one_rank_without(
+def test_worker_group_with_drafts_gives_the_tokens_of_one_rank_without(
     ranks: Ranks, tmp_path: Path, division: tuple[int, int]
 ) -> None:
     path, reference = saved(module(), tmp_path), expected(1)
     answers = {name: tokens_of(deltas) for name, deltas in reference.items()}
     config = {"speculative_config": fixed(4), "admission": "queue"}
-    with ganged(ranks, path, *division, **config) as engine:
+    with engine_of_ranks(ranks, path, *division, **config) as engine:
         found, aborted = serve(
             speculating(engine, Oracle(answers, 0.8, random.Random(1))), History.random(1, NUM_REQUESTS)
         )

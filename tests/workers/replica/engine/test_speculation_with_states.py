@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.cost.cost import StepCost
-from crossdock.workers.schedule.request import Status, TokenDelta
+from crossdock.workers.schedule.request.batch import Batch
+from crossdock.workers.schedule.request.request import Status, TokenDelta
 from tests.sweeps import rest_in_soak
 from tests.workers.ranks import saved
-from tests.workers.replica.engines import tokens_of
+from tests.workers.replica.engines import before_each_step, tokens_of
 from tests.workers.replica.speculating import (
     NUM_REQUESTS,
     History,
@@ -101,7 +101,7 @@ def test_drafts_that_seconds_pay_for_give_the_tokens_without_in_fewer_steps() ->
         engine.scheduler.learn(StepCost(base=1e-2, per_prefill_token=1e-5, per_decode=1e-5), overrun=1.0)
         speculating(engine, Oracle(answers, share_right, random.Random(1)))
         steps = list[Batch]()
-        engine.on_scheduled.append(steps.append)
+        before_each_step(engine, steps.append)
         found, aborted = serve(engine, History(history.works, [0] * NUM_REQUESTS, {}))
         for name, deltas in reference.items():
             check_request(found[name], deltas, name in aborted)

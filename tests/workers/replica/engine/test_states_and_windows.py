@@ -14,14 +14,14 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.batch import Batch, Scheduled
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk
 from crossdock.workers.schedule.recurrent.states import RecurrentStates
-from crossdock.workers.schedule.request import Status
-from crossdock.workers.schedule.submission import SamplingParams, Submission
+from crossdock.workers.schedule.request.batch import Batch, Scheduled
+from crossdock.workers.schedule.request.request import Status
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, WINDOW, build
-from tests.workers.replica.engines import generated, greedy, run, served, tokens_of
+from tests.workers.replica.engines import before_each_step, generated, greedy, run, served, tokens_of
 
 NUM_TOKENS = 20  # more than a window
 WIDE = {"hidden_size": 64, "intermediate_size": 80, "head_dim": 32}  # as layers must be to be fused
@@ -111,7 +111,7 @@ def test_pages_that_no_request_owns_are_never_read(
             torch.nan
         )
 
-    engine.on_scheduled.append(poison)
+    before_each_step(engine, poison)
     assert served(engine, prompts(), NUM_TOKENS) == expected
 
 
@@ -119,7 +119,7 @@ def test_pages_that_no_request_owns_are_never_read(
 def test_tokens_under_preemption_are_those_of_transformers(
     model: LoadedModel, expected: list[list[int]], is_ahead: bool
 ) -> None:
-    longest = 32 + 2 * model.state_pages(8)  # pages of a request of max_model_len, with a checkpoint
+    longest = 32 + 2 * model.state_pages(8)  # pages of a request of max_model_len, with a snapshot
     engine = engine_on(model, 10 + longest, async_scheduling=is_ahead, max_num_batched_tokens=40)
     assert served_under_preemption(engine) == expected
     assert is_ahead or engine.scheduler.table.num_preemptions > 0, "ahead, most requests are in flight all the time"
@@ -136,7 +136,7 @@ def test_tokens_after_a_cached_prefix_are_those_of_transformers(
     engine.add(Submission("again", prompts()[-1], greedy(NUM_TOKENS)))
     engine.step()
     found = engine.scheduler.table.requests()[0].num_cached_tokens
-    assert found >= 64, "the prefix was found in every group, with a checkpoint"
+    assert found >= 64, "the prefix was found in every group, with a snapshot"
     run(engine)
 
 

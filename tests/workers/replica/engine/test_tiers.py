@@ -21,7 +21,7 @@ from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.serving.metrics import EngineMetrics
 from crossdock.workers.replica.serving.observed import ObservedEngine
 from crossdock.workers.schedule.cost.cost import StepCost
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.submission import Submission
 from tests.waiting import eventually
 from tests.workers.architectures import SERVED, build
 from tests.workers.multimodal import (
@@ -240,7 +240,7 @@ def offer_all(engine: Engine) -> None:
     before = -1
     while (count := engine.tiers.tiers.tiers[0].num_stores) > before:
         before = count
-        engine.tiers.offer(engine.pages.stock)
+        engine.tiers.offer(engine.pages.block_pool)
         settle(engine)
 
 

@@ -7,9 +7,8 @@ import pytest
 
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
-from crossdock.workers.schedule.pictures.frames import divide_frames
+from crossdock.workers.schedule.request.items import divide_frames
 from tests.sweeps import rest_in_soak
-from tests.workers.gangs import ganged
 from tests.workers.model.pictures.test_video import FAMILIES, video
 from tests.workers.multimodal import (
     IMAGE,
@@ -22,7 +21,8 @@ from tests.workers.multimodal import (
 )
 from tests.workers.ranks import Ranks, saved
 from tests.workers.replica.engine.test_pictures import NUM_TOKENS, served
-from tests.workers.replica.engines import engine_on
+from tests.workers.replica.engines import before_each_step, engine_on
+from tests.workers.worker_groups import engine_of_ranks
 
 
 @pytest.fixture(scope="module", params=rest_in_soak(FAMILIES, "qwen3_vl"))
@@ -78,7 +78,7 @@ def test_tokens_equal_transformers(
     assert served(engine_on(model, **config), prompts) == expected
 
 
-def test_tokens_of_a_gang_equal_transformers(ranks: Ranks, tmp_path: Path) -> None:
+def test_tokens_of_a_worker_group_equal_transformers(ranks: Ranks, tmp_path: Path) -> None:
     name, module = "qwen3_vl", build_multimodal("qwen3_vl")
     prompts = {
         "video": PicturePrompt.of(5, video(name, 1, 4, (2, 3)), 9, seed=1),
@@ -87,7 +87,7 @@ def test_tokens_of_a_gang_equal_transformers(ranks: Ranks, tmp_path: Path) -> No
     }
     expected = {each: continuation(module, prompt, NUM_TOKENS) for each, prompt in prompts.items()}
     path = saved(module, tmp_path)
-    with ganged(ranks, path, 2, 2, max_num_batched_tokens=16, max_num_seqs=8, page_size=8) as engine:
+    with engine_of_ranks(ranks, path, 2, 2, max_num_batched_tokens=16, max_num_seqs=8, page_size=8) as engine:
         assert served(engine, prompts) == expected
         assert served(engine, prompts) == expected  # from cached pages
 
@@ -103,11 +103,11 @@ def test_long_video_is_encoded_chunk_by_chunk_where_text_divides_its_frames(name
     ]
     parts = divide_frames(item, runs)
     assert len(parts) == (1 if name == "qwen2_5_vl" else 12)  # these number the positions of all frames together
-    assert sum(part.num_rows for part in parts) == item.num_rows
+    assert sum(part.num_embedding_tokens for part in parts) == item.num_embedding_tokens
     engine, rows = engine_on(paged_multimodal(name), max_num_batched_tokens=32, page_size=8), list[int]()
-    engine.on_scheduled.append(lambda batch: rows.append(sum(each.num_rows for each in batch.encoder.items)))
+    before_each_step(engine, lambda batch: rows.append(sum(each.num_embedding_tokens for each in batch.encoder.items)))
     assert served(engine, {"video": PicturePrompt(whole.token_ids, parts)}) == {
         "video": continuation(build_multimodal(name), whole, NUM_TOKENS)
     }
-    assert sum(rows) == item.num_rows
-    assert rows[0] == item.num_rows if len(parts) == 1 else 0 < rows[0] <= 32
+    assert sum(rows) == item.num_embedding_tokens
+    assert rows[0] == item.num_embedding_tokens if len(parts) == 1 else 0 < rows[0] <= 32

@@ -32,7 +32,7 @@ from crossdock.workers.replica.ranks.rank_messages import (
     DriverMessage,
     EndRank,
     FollowerMessage,
-    JoinGang,
+    JoinWorkerGroup,
     MalformedRankMessage,
     OpenDock,
     PhaseEnded,
@@ -65,7 +65,7 @@ DRIVER_MESSAGES: list[DriverMessage] = [
     PeerDeadCall(b"blob"),
 ]
 FOLLOWER_MESSAGES: list[FollowerMessage] = [
-    JoinGang(3),
+    JoinWorkerGroup(3),
     PhaseEnded("weights read in 1.0 s"),
     RankReady(HELD, 100, 4096),
     DockOpened(b"blob"),
@@ -81,7 +81,7 @@ MALFORMED: list[tuple[Any, str]] = [  # and what the error names
     ([1], "Expected `object`"),
     ({}, "type"),
     ({"type": "getattr", "x": 1}, "getattr"),
-    ({"type": "JoinGang", "rank": 1}, "JoinGang"),  # of the other direction
+    ({"type": "JoinWorkerGroup", "rank": 1}, "JoinWorkerGroup"),  # of the other direction
     ({"type": "RunStep"}, "inputs"),
     ({"type": "RunStep", "inputs": b"", "more": b""}, "more"),
     ({"type": "ChunkCall", "request": "r", "groups": [[0, [1, "2"]]], "num_tokens": 48}, "groups"),

@@ -1,6 +1,7 @@
-"""The ranks of a gang listen on the addresses they are given and on no other, and after the start to no stranger."""
+"""The ranks of a worker group listen on their given addresses alone, and after the start to no stranger."""
 
 import contextlib
+import errno
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,17 +12,18 @@ import torch.distributed as dist
 
 from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.engine.computing import new_engine
-from crossdock.workers.replica.ranks import gang as gang_module
-from crossdock.workers.replica.ranks.gang import Gang
-from crossdock.workers.replica.ranks.rank_messages import JoinGang, encode
-from crossdock.workers.replica.ranks.rank_network import GangStore
+from crossdock.workers.replica.ranks import worker_group as worker_group_module
+from crossdock.workers.replica.ranks.rank_messages import JoinWorkerGroup, encode
+from crossdock.workers.replica.ranks.rank_network import WorkerGroupStore
 from crossdock.workers.replica.ranks.rank_socket import RankSocket
+from crossdock.workers.replica.ranks.worker_group import WorkerGroup
 from crossdock.workers.replica.serving.follower import follow
-from crossdock.workers.replica.serving.model_start import gang_host
+from crossdock.workers.replica.serving.model_start import worker_group_host
+from tests.waiting import eventually
 from tests.workers.architectures import build
-from tests.workers.gangs import spec_of
 from tests.workers.ranks import PROCESSES, saved
-from tests.workers.replica.ranks.test_gang import tokens, works
+from tests.workers.replica.ranks.test_worker_group import tokens, works
+from tests.workers.worker_groups import spec_of
 
 DRIVER, FOLLOWER = "127.0.0.1", "127.0.0.2"  # two addresses of this machine stand for two nodes
 
@@ -50,57 +52,76 @@ def path(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def gang(path: Path) -> Iterator[Gang]:
-    """A gang whose follower has not come yet."""
-    gang = Gang(spec_of(path, 2, 1), DRIVER, lambda _: None)
-    yield gang
-    gang.close()
+def worker_group(path: Path) -> Iterator[WorkerGroup]:
+    """A worker group whose follower has not come yet."""
+    worker_group = WorkerGroup(spec_of(path, 2, 1), DRIVER, lambda _: None)
+    yield worker_group
+    worker_group.close()
 
 
 def test_ranks_on_two_nodes_listen_on_their_own_addresses(path: Path) -> None:
-    """The driver on one, the follower on another: for the gang, for torch, and for the pages of other replicas."""
+    """The driver on one, the follower on another: for the group, for torch, and for pages of other replicas."""
     before = listening()
     spec = spec_of(path, 2, 1)
-    gang = Gang(spec, DRIVER, lambda _: None)
-    process = PROCESSES.Process(target=follow, args=(spec, 1, gang.address, FOLLOWER), daemon=True)
+    worker_group = WorkerGroup(spec, DRIVER, lambda _: None)
+    process = PROCESSES.Process(target=follow, args=(spec, 1, worker_group.address, FOLLOWER), daemon=True)
     process.start()
     try:
-        engine = new_engine(gang.load(), spec.engine, gang=gang)
+        engine = new_engine(worker_group.load(), spec.engine, worker_group=worker_group)
         assert hosts(listening() - before) == {DRIVER}
         loaded = listening(process.pid)
         assert hosts(loaded) == {FOLLOWER}
         told = TransferConfig(transport="tcp", host=DRIVER)  # as the driver's own dock is
-        gang.open_docks("m", "mixed", told, lambda *_: None)
+        worker_group.open_docks("m", "mixed", told, lambda *_: None)
         docked = listening(process.pid)
         assert len(docked - loaded) == 1
         assert hosts(docked) == {FOLLOWER}
         assert [len(row) for row in tokens(engine, works(4))] == [8] * 4
     finally:
-        gang.close()
+        worker_group.close()
         process.join(20)
     assert process.exitcode == 0
 
 
-def test_gang_that_has_started_listens_no_more(path: Path) -> None:
+def test_worker_group_that_has_started_listens_no_more(path: Path) -> None:
     """Neither for followers nor at the store of torch, which authenticates no process."""
     spec = spec_of(path, 2, 1)
-    gang = Gang(spec, DRIVER, lambda _: None)
-    assert not is_refused(DRIVER, gang.address.port)
-    assert not is_refused(DRIVER, gang.address.store_port)
-    process = PROCESSES.Process(target=follow, args=(spec, 1, gang.address), daemon=True)
+    worker_group = WorkerGroup(spec, DRIVER, lambda _: None)
+    assert not is_refused(DRIVER, worker_group.address.port)
+    assert not is_refused(DRIVER, worker_group.address.store_port)
+    process = PROCESSES.Process(target=follow, args=(spec, 1, worker_group.address), daemon=True)
     process.start()
     try:
-        gang.load()
-        assert is_refused(DRIVER, gang.address.port)
-        assert is_refused(DRIVER, gang.address.store_port)
+        worker_group.load()
+        assert is_refused(DRIVER, worker_group.address.port)
+        assert is_refused(DRIVER, worker_group.address.store_port)
     finally:
-        gang.close()
+        worker_group.close()
         process.join(20)
     assert process.exitcode == 0
+
+
+def test_follower_joins_a_driver_that_had_no_free_descriptor(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    accept, numbers = socket.socket.accept, iter([errno.EMFILE, errno.ENFILE, errno.ECONNABORTED])
+
+    def accept_later(listener: socket.socket) -> tuple[socket.socket, object]:
+        if number := next(numbers, 0):
+            raise OSError(number, "not now")
+        return accept(listener)
+
+    monkeypatch.setattr(socket.socket, "accept", accept_later)
+    worker_group = WorkerGroup(spec_of(path, 2, 1), DRIVER, lambda _: None)
+    try:
+        link = RankSocket.connect(worker_group.address)
+        link.send(encode(JoinWorkerGroup(1)))
+        eventually(lambda: worker_group._followers, "the follower does not join")
+        link.close()
+    finally:
+        worker_group.close()
 
 
 def test_sealed_store_still_serves_those_who_came_before() -> None:
-    store = GangStore(DRIVER)
+    store = WorkerGroupStore(DRIVER)
     client = dist.TCPStore(DRIVER, store.port, is_master=False)  # type: ignore[attr-defined]
     store.seal()
     client.set("a", "b")
@@ -109,20 +130,22 @@ def test_sealed_store_still_serves_those_who_came_before() -> None:
 
 
 def test_strangers_beyond_the_bound_are_closed_and_a_follower_still_joins(
-    gang: Gang, monkeypatch: pytest.MonkeyPatch
+    worker_group: WorkerGroup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The oldest go: a follower proves the cookie at once."""
-    monkeypatch.setattr(gang_module, "_MAX_STRANGERS", 3)
+    monkeypatch.setattr(worker_group_module, "_MAX_STRANGERS", 3)
     with contextlib.ExitStack() as stack:
-        strangers = [stack.enter_context(socket.create_connection((DRIVER, gang.address.port))) for _ in range(10)]
+        strangers = [
+            stack.enter_context(socket.create_connection((DRIVER, worker_group.address.port))) for _ in range(10)
+        ]
         for stranger in strangers[:7]:
             stranger.settimeout(10)
-            while stranger.recv(64):  # the gang's own half of the proof, then the end
+            while stranger.recv(64):  # the worker group's own half of the proof, then the end
                 pass
-        assert len(gang._strangers) == 3
-        link = RankSocket.connect(gang.address)
-        link.send(encode(JoinGang(1)))
-        gang._wait(lambda _: True, "did not join")
+        assert len(worker_group._strangers) == 3
+        link = RankSocket.connect(worker_group.address)
+        link.send(encode(JoinWorkerGroup(1)))
+        worker_group._wait(lambda _: True, "did not join")
         link.close()
 
 
@@ -133,4 +156,4 @@ def test_driver_is_reached_by_loopback_only_where_all_ranks_are_on_its_node(
     monkeypatch.setattr("ray.util.get_current_placement_group", lambda: None)
     monkeypatch.setattr("ray.util.placement_group_table", lambda _: {"bundles_to_node_id": dict(enumerate(nodes))})
     monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "192.0.2.7")
-    assert gang_host() == host
+    assert worker_group_host() == host

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from crossdock.workers.replica.ranks.rank_socket import AuthenticationFailed, GangAddress, RankSocket
+from crossdock.workers.replica.ranks.rank_socket import AuthenticationFailed, RankSocket, WorkerGroupAddress
 
 COOKIE = b"c" * 32
 
@@ -21,7 +21,7 @@ def listener() -> Iterator[socket.socket]:
 
 def connected(listener: socket.socket, cookie: bytes = COOKIE) -> tuple[RankSocket, RankSocket, socket.socket]:
     """Return both ends, the driver's first, and the driver's connection. Raises what the driver's end raises."""
-    address = GangAddress("127.0.0.1", listener.getsockname()[1], 0, cookie)
+    address = WorkerGroupAddress("127.0.0.1", listener.getsockname()[1], 0, cookie)
     with ThreadPoolExecutor(1) as pool:
         follower = pool.submit(RankSocket.connect, address)
         connection, _ = listener.accept()
@@ -101,7 +101,7 @@ def test_close_wakes_a_reader_in_another_thread(listener: socket.socket) -> None
         reading = pool.submit(driver.receive)
         driver.close()
         with pytest.raises((EOFError, OSError)):
-            reading.result(5)
+            reading.result(60)
     follower.close()
 
 

@@ -14,12 +14,12 @@ from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.replica.ranks.gang import Gang
 from crossdock.workers.replica.ranks.step_deadline import StepDeadline
+from crossdock.workers.replica.ranks.worker_group import WorkerGroup
 from crossdock.workers.schedule.cost.cost import StepWork
-from crossdock.workers.schedule.submission import SamplingParams, Submission
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.workers.architectures import build
-from tests.workers.gangs import spec_of
+from tests.workers.worker_groups import spec_of
 
 SWEEP = [(StepWork.of([(0, tokens)]), 0.01) for tokens in (16, 32, 64)]
 
@@ -48,17 +48,17 @@ def test_time_counts_from_the_last_end_while_steps_are_in_flight() -> None:
     assert deadline.left() == 60
 
 
-def test_gang_whose_step_does_not_end_is_lost_with_the_reason(tmp_path: Path) -> None:
+def test_worker_group_whose_step_does_not_end_is_lost_with_the_reason(tmp_path: Path) -> None:
     lost: queue.SimpleQueue[str] = queue.SimpleQueue()
-    gang = Gang(spec_of(tmp_path, 2, 1, rank_timeout_s=0.05), "127.0.0.1", lost.put)
+    worker_group = WorkerGroup(spec_of(tmp_path, 2, 1, rank_timeout_s=0.05), "127.0.0.1", lost.put)
     try:
-        deadline = gang.step_deadline()
+        deadline = worker_group.step_deadline()
         deadline.begin()
         assert lost.get(timeout=60) == "a rank hangs: no step has ended for 0.05 s"
-        gang.fail(RuntimeError("the driver's own part failed, too"))
+        worker_group.fail(RuntimeError("the driver's own part failed, too"))
         assert lost.empty(), "reported once"
     finally:
-        gang.close()
+        worker_group.close()
 
 
 def test_engine_reports_a_step_during_which_the_device_hangs(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -83,7 +83,7 @@ def test_engine_reports_a_step_during_which_the_device_hangs(monkeypatch: pytest
     assert running.pipeline.deadline.left() is None
 
 
-def test_only_gangs_on_gpus_have_a_deadline_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_worker_groups_on_gpus_have_a_deadline_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """On CPUs gloo's calls return with an error in time, which says more."""
 
     class Ranks:
@@ -91,10 +91,14 @@ def test_only_gangs_on_gpus_have_a_deadline_of_the_host(monkeypatch: pytest.Monk
             return StepDeadline(60.0, lambda: None)
 
     running = engine()
-    gang: Any = Ranks()
+    worker_group: Any = Ranks()
     on_gpu = property(lambda _: torch.device("cuda"))
-    for ranks, device, has_deadline in ((None, on_gpu, False), (gang, None, False), (gang, on_gpu, True)):
-        running.gang = ranks
+    for ranks, device, has_deadline in (
+        (None, on_gpu, False),
+        (worker_group, None, False),
+        (worker_group, on_gpu, True),
+    ):
+        running.worker_group = ranks
         with monkeypatch.context() as patch:
             if device is not None:
                 patch.setattr(LoadedModel, "device", device)

@@ -8,8 +8,8 @@ import pytest
 from crossdock.workers.replica.serving import channel, engine_thread
 from crossdock.workers.replica.serving.inbox import Inbox
 from crossdock.workers.replica.serving.readers import Superseded
-from crossdock.workers.schedule.request import FinishReason, TokenDelta
-from crossdock.workers.schedule.submission import SamplingParams, Submission
+from crossdock.workers.schedule.request.request import FinishReason, TokenDelta
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.workers.replica.driven import Driven, driving, hold, posted
 
 PROMPT = [5] * 50

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from crossdock.workers.replica.serving.controls import Controls
-from crossdock.workers.schedule.weight_version import WeightVersion
+from crossdock.workers.schedule.request.weight_version import WeightVersion
 
 OLD, NEW = WeightVersion(20, "id-old", "20", "old"), WeightVersion(21, "id-new", "21", "new")
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from crossdock.workers.model.runner import Runner
-from crossdock.workers.schedule.submission import Overloaded
+from crossdock.workers.schedule.request.submission import Overloaded
 from tests.workers.replica.driven import driving, posted
 
 
@@ -199,7 +199,7 @@ async def test_request_that_ends_is_logged_as_one_line_of_json(caplog: pytest.Lo
             ("left", "abort"),
         ]
         assert lines[0] == {name: value for name, value in driven.timeline("done").items() if name != "chunks"}
-        assert not {"prompt", "prompt_token_ids", "token_ids", "tenant"} & lines[0].keys()
+        assert not {"prompt", "prompt_token_ids", "token_ids", "key_owner"} & lines[0].keys()
 
 
 async def test_failed_step_ends_the_timelines_too(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ import contextlib
 from dataclasses import replace
 from itertools import count
 
-from crossdock.workers.schedule.submission import InvalidField, Leg
+from crossdock.workers.schedule.request.submission import InvalidField, Leg
 from tests.sizes import growing, sizes
 from tests.workers.replica.sides import Side, pair, prompts, ship, start, submission
 
@@ -16,7 +16,7 @@ BOUNDED = (  # the end of a path, and the most entries
     ("._merger._over", 1024),
     ("._early_offers", 4096),
     ("cost_fit._errors", 4096),
-    (".pages.stock._free", 512),  # of all pages there are
+    (".pages.block_pool._free", 512),  # of all pages there are
     (".pages.prefixes.changes._changes", 512),  # until the next message to the routers
 )
 _numbers = count()
@@ -44,7 +44,7 @@ async def work(prefill: Side, decode: Side) -> None:
         assert await side.is_clean()
         side.deltas.clear()
         side.ended.clear()
-        await side.on_engine(side.engine.pages.stock.clear_cache)
+        await side.on_engine(side.engine.pages.block_pool.clear_cache)
 
 
 async def test_requests_that_ended_leave_nothing() -> None:

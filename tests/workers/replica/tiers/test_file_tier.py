@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from crossdock.workers.replica.tiers.file_tier import FileTier
-from crossdock.workers.schedule.memory.page_stock import STATES
+from crossdock.workers.schedule.memory.block_pool import STATES
 from crossdock.workers.schedule.prefixes.tier_pages import PageKey
 
 FINGERPRINT = bytes(range(16))

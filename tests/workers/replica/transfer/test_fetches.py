@@ -9,7 +9,7 @@ import pytest
 
 from crossdock.kvtransfer.calls import DockCall, FinishCall
 from crossdock.workers.replica.transfer.replica_dock import ReplicaDock
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.submission import Submission
 from tests.waiting import until
 from tests.workers.replica.sides import NEEDS_NIXL, Side, closing, local, pair, prompts, submission
 from tests.workers.replica.transfer.test_handover_groups import side
@@ -81,7 +81,7 @@ async def test_source_that_has_evicted_pages_sends_the_others(has: int) -> None:
     async with pair("tcp") as (source, target):
         work = submission(LONG)
         expected = await source.generate(local(work))
-        await source.on_engine(source.engine.pages.stock.clear_cache)
+        await source.on_engine(source.engine.pages.block_pool.clear_cache)
         if has:
             await source.generate(submission(LONG[:has]))
         assert await target.generate(fetching(work, source)) == expected
@@ -100,8 +100,8 @@ async def test_target_with_more_than_the_source_starts_at_once() -> None:
 async def test_prefix_of_another_salt_is_not_sent() -> None:
     async with pair("tcp") as (source, target):
         work = submission(LONG)
-        expected = await source.generate(replace(local(work), cache_salt="another tenant"))
-        assert await target.generate(fetching(replace(work, cache_salt="one tenant"), source)) == expected
+        expected = await source.generate(replace(local(work), cache_salt="another owner"))
+        assert await target.generate(fetching(replace(work, cache_salt="one owner"), source)) == expected
         assert outcomes(target) == [("peer_stopped", 0)]
 
 
@@ -163,6 +163,6 @@ async def test_source_of_another_model_is_not_asked() -> None:
     async with closing(Side("tcp", model="other"), Side("tcp")) as (source, target):
         work = submission(LONG)
         expected = await target.generate(local(work))
-        await target.on_engine(target.engine.pages.stock.clear_cache)
+        await target.on_engine(target.engine.pages.block_pool.clear_cache)
         assert await target.generate(fetching(work, source)) == expected
         assert not outcomes(target)

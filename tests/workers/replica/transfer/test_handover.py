@@ -3,6 +3,7 @@
 import asyncio
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any
 
 import msgspec
 import pytest
@@ -11,8 +12,8 @@ from msgspec import msgpack
 from crossdock.kvtransfer.calls import DockCall, FinishCall
 from crossdock.kvtransfer.transport import TransportEvent
 from crossdock.workers.replica.engine.engine import Engine, Step
-from crossdock.workers.schedule.request import FinishReason, Status
-from crossdock.workers.schedule.submission import Leg
+from crossdock.workers.schedule.request.request import FinishReason, Status
+from crossdock.workers.schedule.request.submission import Leg
 from tests.workers.replica.driven import hold
 from tests.workers.replica.sides import (
     NEEDS_NIXL,
@@ -36,7 +37,7 @@ async def test_shipped_requests_have_the_tokens_of_local_ones(transport: str, bu
     async with pair(transport, max_num_batched_tokens=budget) as (prefill, decode):
         works = [submission(prompt, temperature=0.8 * (n % 2), seed=n) for n, prompt in enumerate(prompts(20))]
         expected = await asyncio.gather(*(prefill.generate(local(work)) for work in works[:10]))
-        await prefill.on_engine(prefill.engine.pages.stock.clear_cache)
+        await prefill.on_engine(prefill.engine.pages.block_pool.clear_cache)
         expected += await asyncio.gather(*(decode.generate(local(work)) for work in works[10:]))  # stay cached
         found = await asyncio.gather(*(ship(prefill, decode, work) for work in works))
         assert found == expected
@@ -47,11 +48,26 @@ async def test_shipped_e4m3_pages_give_the_tokens_of_local_ones() -> None:
     async with pair("tcp", max_num_batched_tokens=24, kv_cache_dtype="fp8") as (prefill, decode):
         works = [submission(prompt) for prompt in prompts(8)]
         expected = [await decode.generate(local(work)) for work in works]
-        await decode.on_engine(decode.engine.pages.stock.clear_cache)
+        await decode.on_engine(decode.engine.pages.block_pool.clear_cache)
         assert [await ship(prefill, decode, work) for work in works] == expected
         page_bytes = prefill.engine.model.layout(16).page_bytes
         sent = [figures for _, is_sent, figures, _ in prefill.ended if is_sent]
         assert all(figures.num_bytes == figures.num_pages * page_bytes for figures in sent)
+
+
+async def test_decode_side_reports_its_grant_before_any_token_and_once_it_has_a_place() -> None:
+    """The ingress shows no token of the prefill side before that: see `RequestLife`."""
+    async with closing(Side("tcp"), Side("tcp", max_num_seqs=1)) as (prefill, decode):
+        stream, work = submission(prompts()[3], 200), submission(LONG)
+        await decode.thread.submit("test", stream)
+        await decode.next(stream.id)
+        await start(prefill, decode, work)
+        assert len((await prefill.next(work.id)).token_ids) == 1
+        assert decode.deltas.get(work.id) is None
+        await decode.thread.abort([(stream.id, stream.epoch)])
+        grant = await decode.next(work.id)
+        assert (grant.token_ids, grant.finish_reason, grant.epoch) == ([], None, work.epoch)
+        assert len(await decode.rest(work.id)) == 11
 
 
 async def test_pages_that_the_decode_side_has_are_not_sent() -> None:
@@ -64,17 +80,17 @@ async def test_pages_that_the_decode_side_has_are_not_sent() -> None:
 
 
 async def test_shipped_pages_are_found_under_their_own_salt_alone() -> None:
-    """On neither side does a request find the pages of another tenant's equal prompt."""
+    """On neither side does a request find the pages of another owner's equal prompt."""
     async with pair("tcp") as (prefill, decode):
         computed = [0]
         for name, salt in (("a1", "a"), ("b1", "b"), ("a2", "a"), ("b2", "b")):
             await ship(prefill, decode, replace(submission(LONG), id=name, cache_salt=salt))
             computed.append(prefill.num_prompt_tokens)
         sent = {name: figures.num_pages for name, is_sent, figures, _ in prefill.ended if is_sent}
-        assert sent == {"a1": 14, "b1": 14, "a2": 1, "b2": 1}, "the decode side has those of its tenant"
+        assert sent == {"a1": 14, "b1": 14, "a2": 1, "b2": 1}, "the decode side has those of its owner"
         last = len(LONG) % 16
         each = [after - before for before, after in pairwise(computed)]
-        assert each == [len(LONG), len(LONG), last, last], "the prefill side has computed those of its tenant"
+        assert each == [len(LONG), len(LONG), last, last], "the prefill side has computed those of its owner"
         decoded = decode.num_prompt_tokens
         await decode.generate(replace(submission(LONG), id="c", cache_salt="c"))
         assert decode.num_prompt_tokens - decoded == len(LONG)
@@ -114,10 +130,10 @@ async def test_request_that_is_offered_during_a_step_has_pages_before_the_next(m
         begun: list[tuple[Status, bool]] = []
         step, work = Engine.step, submission(LONG)
 
-        def watched(engine: Engine) -> Step:
+        def watched(engine: Engine, *given: Any) -> Step:
             request = engine.scheduler.table.get(work.id) if engine is decode.engine else None
             begun.extend([(request.status, request.is_offered)] if request is not None else [])
-            return step(engine)
+            return step(engine, *given)
 
         monkeypatch.setattr(Engine, "step", watched)
         own = asyncio.create_task(decode.generate(submission(prompts()[13], 100)))
@@ -152,7 +168,7 @@ async def test_decode_side_whose_partner_stops_finishes_alone(transport: str) ->
     """Tokens that had arrived are not computed again."""
     async with pair(transport, max_num_batched_tokens=24, deadline_s=1.0) as (prefill, decode):
         expected = await decode.generate(submission(LONG))
-        await decode.on_engine(decode.engine.pages.stock.clear_cache)
+        await decode.on_engine(decode.engine.pages.block_pool.clear_cache)
         work = submission(LONG)
         await start(prefill, decode, work)
         gate = await hold(prefill.thread)
@@ -192,7 +208,7 @@ async def test_late_events_of_a_lost_placement_do_not_end_the_next() -> None:
     async with closing(prefill, lost, second):
         work = submission(LONG)
         expected = await second.generate(local(work))
-        await second.on_engine(second.engine.pages.stock.clear_cache)
+        await second.on_engine(second.engine.pages.block_pool.clear_cache)
         await start(prefill, lost, work)
         while not await prefill.computed(work.id):
             await asyncio.sleep(0)
@@ -218,6 +234,7 @@ async def test_peer_that_sends_no_token_ends_its_request_alone() -> None:
             dock.call = lie  # type: ignore[method-assign]
             work = submission(prompts()[5])
             await start(prefill, decode, work)
+            assert not (await decode.next(work.id)).token_ids, "it has granted pages"
             last = await decode.next(work.id)
             assert (last.finish_reason, last.token_ids) == (FinishReason.ERROR, []), result
         dock.call = call  # type: ignore[method-assign]

@@ -15,14 +15,13 @@ from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.schedule.batch import Batch
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, first_visible_page
-from crossdock.workers.schedule.submission import Submission
+from crossdock.workers.schedule.request.batch import Batch
+from crossdock.workers.schedule.request.submission import Submission
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, WINDOW, build
-from tests.workers.gangs import ganged
 from tests.workers.ranks import Ranks, saved
-from tests.workers.replica.engines import generated
+from tests.workers.replica.engines import before_each_step, generated
 from tests.workers.replica.sides import (
     NEEDS_NIXL,
     Side,
@@ -33,6 +32,7 @@ from tests.workers.replica.sides import (
 )
 from tests.workers.replica.sides import submission as submission_of
 from tests.workers.replica.speculating import Oracle, fixed, speculating
+from tests.workers.worker_groups import engine_of_ranks
 
 FAMILIES = {
     "gemma3_text": (None, WINDOW),
@@ -82,7 +82,7 @@ def poison(engine: Engine) -> None:
     def fill(batch: Batch) -> None:
         engine.model.pool.tensor.view(engine.pages.num_pages, -1)[unowned(engine)] = torch.nan
 
-    engine.on_scheduled.append(fill)
+    before_each_step(engine, fill)
 
 
 @pytest.fixture(scope="module", params=rest_in_soak(FAMILIES, "mistral", "lfm3 conv"))
@@ -180,7 +180,7 @@ async def test_groups_shipped_between_unequal_shards_give_the_tokens_of_transfor
     """The layers of a group are those of the whole model, however it is divided among ranks."""
     family, texts = "gemma3_text 3:1", prompts(7)
     path = saved(module_of(family), tmp_path)
-    with ganged(ranks, path, 2, 2, page_size=PAGE_SIZE, max_num_batched_tokens=48) as engine:
+    with engine_of_ranks(ranks, path, 2, 2, page_size=PAGE_SIZE, max_num_batched_tokens=48) as engine:
         assert engine.pages.windows == FAMILIES[family]
         async with closing(side(family), Side("tcp", engine=engine)) as (prefill, decode):
             works = [submission(text) for text in texts]

@@ -13,20 +13,20 @@ import pytest
 from crossdock.workers.model.load import load_model
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.engine.computing import new_engine
-from crossdock.workers.replica.ranks.gang import Gang
 from crossdock.workers.replica.ranks.rank_loader import driver_of
+from crossdock.workers.replica.ranks.worker_group import WorkerGroup
 from crossdock.workers.replica.serving.follower import follow
-from crossdock.workers.schedule.request import FinishReason
-from crossdock.workers.schedule.submission import Leg, Submission
+from crossdock.workers.schedule.request.request import FinishReason
+from crossdock.workers.schedule.request.submission import Leg, Submission
 from tests.workers.architectures import SERVED, build
-from tests.workers.gangs import ganged, spec_of
 from tests.workers.ranks import Ranks, saved
 from tests.workers.replica.engines import generated
 from tests.workers.replica.sides import Side, closing, prompts, start, submission
+from tests.workers.worker_groups import engine_of_ranks, spec_of
 
 NUM_TOKENS = 20
 SETTINGS: dict[str, Any] = {"page_size": 4, "max_num_batched_tokens": 48}
-PREFILL = 2, 3  # the processes of the prefill gang: its driver and its follower
+PREFILL = 2, 3  # the processes of the prefill worker group: its driver and its follower
 
 
 def write(path: Path, content: object) -> None:
@@ -45,13 +45,13 @@ def read(path: Path) -> Any:
 
 
 def prefill(spec: ReplicaSpec, folder: Path, works: Sequence[Submission]) -> list[list[int]]:
-    """Drive the prefill gang in a process of its own. Returns the first tokens of `works`."""
+    """Drive the prefill worker group in a process of its own. Returns the first tokens of `works`."""
     lost: list[str] = []
-    gang = Gang(spec, "127.0.0.1", lost.append)
-    write(folder / "gang", gang.address)
+    worker_group = WorkerGroup(spec, "127.0.0.1", lost.append)
+    write(folder / "worker group", worker_group.address)
 
     async def main() -> list[list[int]]:
-        side = Side("tcp", engine=new_engine(gang.load(), spec.engine, gang=gang))
+        side = Side("tcp", engine=new_engine(worker_group.load(), spec.engine, worker_group=worker_group))
         write(folder / "prefill", side.blob)
         peer = await asyncio.to_thread(read, folder / "decode")
         for work in works:
@@ -67,7 +67,7 @@ def prefill(spec: ReplicaSpec, folder: Path, works: Sequence[Submission]) -> lis
     try:
         return asyncio.run(main())
     finally:
-        gang.close()
+        worker_group.close()
 
 
 @pytest.mark.parametrize("division", [(2, 1), (1, 2)])
@@ -80,10 +80,10 @@ def test_states_shipped_between_like_ranks_give_the_tokens_of_transformers(
     spec = spec_of(path, *division, **SETTINGS)
     follower = next(rank for rank in range(2) if rank != driver_of(spec))
     ranks.start(PREFILL[0], prefill, spec, tmp_path, works)
-    ranks.start(PREFILL[1], follow, spec, follower, read(tmp_path / "gang"))
+    ranks.start(PREFILL[1], follow, spec, follower, read(tmp_path / "worker group"))
 
     async def main() -> list[list[int]]:
-        with ganged(ranks, path, *division, **SETTINGS) as engine:
+        with engine_of_ranks(ranks, path, *division, **SETTINGS) as engine:
             side = Side("tcp", engine=engine)
             peer = await asyncio.to_thread(read, tmp_path / "prefill")
             for work in works:
@@ -104,7 +104,7 @@ def test_states_shipped_between_like_ranks_give_the_tokens_of_transformers(
 
 async def test_pair_of_unlike_ranks_is_refused_with_both_printed(ranks: Ranks, tmp_path: Path) -> None:
     path = saved(build("qwen3_next", SERVED["qwen3_next"]), tmp_path)
-    with ganged(ranks, path, 2, 1, **SETTINGS) as engine:
+    with engine_of_ranks(ranks, path, 2, 1, **SETTINGS) as engine:
         spec = spec_of(path, 1, 1, **SETTINGS)
         alone = new_engine(load_model(spec.model), spec.engine)
         async with closing(Side("tcp", engine=alone), Side("tcp", engine=engine)) as (whole, divided):

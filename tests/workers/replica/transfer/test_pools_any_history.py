@@ -13,13 +13,13 @@ from hypothesis.stateful import initialize, invariant, rule, run_state_machine_a
 
 from crossdock.kvtransfer.events import Arrived, Failed, Figures, Reason
 from crossdock.workers.schedule import kv
-from crossdock.workers.schedule.admission import num_places
+from crossdock.workers.schedule.admission import num_slots
 from crossdock.workers.schedule.handoff import Handoff
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, Window
-from crossdock.workers.schedule.order import order_prefills
-from crossdock.workers.schedule.request import Request, Status
-from crossdock.workers.schedule.submission import Leg
+from crossdock.workers.schedule.policies.order import order_prefills
+from crossdock.workers.schedule.request.request import Request, Status
+from crossdock.workers.schedule.request.submission import Leg
 from tests.workers.replica.any_pools import AnyPools
 from tests.workers.replica.pools_world import LONGEST, PAGE_SIZE, World
 
@@ -182,7 +182,7 @@ def grants_without_offers() -> Iterator[None]:
         table, granted = self.table, []
         arriving = [request for request in table.waiting if request.leg is Leg.RECEIVE]
         for request in order_prefills(arriving, now, table.prefilled.tokens, table.config.starvation_s, table.tenants):
-            if num_places(table, request.priority) <= 0:
+            if num_slots(table, request.priority) <= 0:
                 break
             if not kv.admit(table, request, kv.match_prefix(table, request)):
                 break

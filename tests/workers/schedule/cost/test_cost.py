@@ -161,12 +161,12 @@ BENT = StepCost(
     per_attended=4e-8,
     per_decode=3e-4,
     per_context=1.5e-7,
-    bend_rows=64,
+    breakpoint_rows=64,
     per_early_row=-1.9e-4,
     least_with_chunk=18e-3,
     per_chunk_context=6e-7,
 )
-STEEP = StepCost(base=14e-3, per_prefill_token=1.1e-4, per_decode=1.5e-4, bend_rows=8, per_early_row=9e-4)
+STEEP = StepCost(base=14e-3, per_prefill_token=1.1e-4, per_decode=1.5e-4, breakpoint_rows=8, per_early_row=9e-4)
 COSTS = st.sampled_from([TRUTH, BENT, STEEP])
 WORKS = st.tuples(st.integers(0, 100), st.integers(0, 3)).map(
     lambda counts: StepWork.of([(500, 40)] * counts[1], [300] * counts[0])
@@ -216,7 +216,7 @@ def test_tokens_within_without_a_price_has_no_limit() -> None:
     assert free.tokens_within(0.0, 100) == 0
 
 
-def test_cost_of_an_older_replica_has_no_bend_and_one_price_of_context() -> None:
+def test_cost_of_an_older_replica_has_no_breakpoint_and_one_price_of_context() -> None:
     cost = StepCost.of((0.01, 1e-3, 1e-8, 2e-3, 1e-7))
     assert cost == StepCost(base=0.01, per_prefill_token=1e-3, per_attended=1e-8, per_decode=2e-3, per_context=1e-7)
     assert cost.per_chunk_context == 1e-7
@@ -225,7 +225,7 @@ def test_cost_of_an_older_replica_has_no_bend_and_one_price_of_context() -> None
 
 def test_cost_whose_rows_make_steps_shorter_is_refused() -> None:
     with pytest.raises(ValueError, match="per_early_row"):
-        StepCost(base=0.01, per_prefill_token=1e-3, per_decode=1e-3, bend_rows=8, per_early_row=-2e-3)
+        StepCost(base=0.01, per_prefill_token=1e-3, per_decode=1e-3, breakpoint_rows=8, per_early_row=-2e-3)
 
 
 def test_empty_sweep_is_refused() -> None:

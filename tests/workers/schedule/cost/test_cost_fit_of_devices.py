@@ -96,7 +96,7 @@ def experts(number: int, chosen: int) -> Seconds:
 
 @pytest.mark.parametrize(("number", "chosen"), [(8, 2), (64, 8), (128, 8)])
 def test_distinct_experts_need_no_term_of_their_own(number: int, chosen: int) -> None:
-    """The first rows touch most experts: that is a bend too. Online, the 90th percentile of errors is within 15 %."""
+    """The first rows touch most experts: a breakpoint too. Online, the 90th percentile of errors is within 15 %."""
     rng, seconds = random.Random(number), experts(number, chosen)
     fit = StepCostFit(sweep(seconds, 1024, 8192, rng))
     for _ in range(1500):
@@ -126,7 +126,7 @@ def test_served_mix_is_predicted_within_fifteen_percent(device: str, seed: int) 
     assert all(error <= 0.15 for error in found.values()), found
 
 
-def test_bend_of_a_device_is_found_and_a_line_stays_a_line() -> None:
+def test_breakpoint_of_a_device_is_found_and_a_line_stays_a_line() -> None:
     """On the GPU a chunk costs the time of launching it; up to 500 rows more tokens add nothing to that."""
     cost = StepCostFit(sweep(gpu, 4096, 131_072, random.Random(1))).cost
     assert cost.least_with_chunk == pytest.approx(20e-3, rel=0.05)
@@ -134,7 +134,7 @@ def test_bend_of_a_device_is_found_and_a_line_stays_a_line() -> None:
     assert cost.tokens_within(22e-3, 0) > 512
     assert cost.tokens_within(19e-3, 0) == 0
     straight = StepCostFit(sweep(lambda work: 6e-3 + 5e-4 * work.rows, 1024, 8192, random.Random(1))).cost
-    assert (straight.bend_rows, straight.least_with_chunk) == (0, 0)
+    assert (straight.breakpoint_rows, straight.least_with_chunk) == (0, 0)
 
 
 def test_launch_bound_is_followed_when_the_host_becomes_slower() -> None:

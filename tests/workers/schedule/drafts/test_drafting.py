@@ -14,12 +14,12 @@ from crossdock.workers.schedule.drafts.drafting import DraftPolicy, FreeDrafts, 
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 
 MOST = 4
-FREE_ROWS = StepCost(base=0.01, per_prefill_token=0.001, per_decode=0.001, bend_rows=16, per_early_row=-0.001)
+FREE_ROWS = StepCost(base=0.01, per_prefill_token=0.001, per_decode=0.001, breakpoint_rows=16, per_early_row=-0.001)
 DEAR_ROWS = StepCost(base=0.001, per_prefill_token=0.001, per_decode=0.001)
 
 COSTS = st.builds(
-    lambda base, row, bend, early, launch: StepCost(
-        base=base, per_prefill_token=row, per_decode=row, bend_rows=bend, per_early_row=early * row,
+    lambda base, row, breakpoint, early, launch: StepCost(
+        base=base, per_prefill_token=row, per_decode=row, breakpoint_rows=breakpoint, per_early_row=early * row,
         least_with_chunk=launch,
     ),
     st.floats(0.001, 0.05), st.floats(1e-5, 0.003), st.sampled_from([0, 4, 8, 64]), st.floats(-1, 1),

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 
-from crossdock.workers.schedule.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy, FreeDrafts
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
-from crossdock.workers.schedule.request import Request
+from crossdock.workers.schedule.fast_forward import steady_steps
+from crossdock.workers.schedule.request.batch import Batch, SampledToken, Scheduled
+from crossdock.workers.schedule.request.request import Request
 from crossdock.workers.schedule.scheduler import Scheduler
-from crossdock.workers.schedule.stretch import steady_steps
 from tests.workers.schedule.model_free_replica import CLASSES, new_request, new_scheduler
 
 FIXED = SpeculativeConfig(method="ngram", num_speculative_tokens=6, adaptive=False)
@@ -69,7 +69,7 @@ def test_decodes_without_drafts_come_first() -> None:
 def test_drafts_preempt_no_request_and_take_the_pages_that_are_left() -> None:
     first, second = new_request("a", [1] * 7, max_tokens=9), new_request("b", [2] * 7, max_tokens=9)
     scheduler = scheduler_of(first, second)
-    scheduler.pages.allocate("another owner", scheduler.pages.stock.num_available - 1)
+    scheduler.pages.allocate("another owner", scheduler.pages.block_pool.num_available - 1)
     batch = scheduler.schedule(0.0, {"a": [5] * 6, "b": [6] * 6})  # 8 tokens in 2 pages each, so that one page is left
     assert [(part.request.id, len(part.drafts)) for part in batch.scheduled] == [("b", 0), ("a", 4)]
     assert scheduler.table.num_preemptions == 0

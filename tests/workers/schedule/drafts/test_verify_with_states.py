@@ -2,9 +2,9 @@
 
 import pytest
 
-from crossdock.workers.schedule.batch import Scheduled
 from crossdock.workers.schedule.cost.cost import StepCost
-from crossdock.workers.schedule.request import Status
+from crossdock.workers.schedule.request.batch import Scheduled
+from crossdock.workers.schedule.request.request import Status
 from crossdock.workers.schedule.scheduler import Scheduler
 from tests.workers.schedule.drafts.test_verify import land, scheduler_of
 from tests.workers.schedule.model_free_replica import new_request
@@ -40,10 +40,10 @@ def test_chunk_has_the_tokens_that_are_not_computed_again() -> None:
 def test_stream_without_pages_for_a_second_state_has_no_drafts() -> None:
     stream = new_request("a", [1] * 5, max_tokens=90)
     scheduler = scheduler_of(stream, state_pages=PAGES)
-    scheduler.pages.allocate("another owner", scheduler.pages.stock.num_available - PAGES + 1)
+    scheduler.pages.allocate("another owner", scheduler.pages.block_pool.num_available - PAGES + 1)
     assert not verify(scheduler, 0).drafts
     scheduler.pages.release("another owner")
-    scheduler.pages.allocate("another owner", scheduler.pages.stock.num_available - PAGES)
+    scheduler.pages.allocate("another owner", scheduler.pages.block_pool.num_available - PAGES)
     part = verify(scheduler, 0)
     assert part.drafts == DRAFTS[:1], "one token more has a place on the last page"
     assert scheduler.table.num_preemptions == 0
@@ -53,7 +53,7 @@ def test_drafts_of_one_stage_leave_the_streams_of_the_next_step_a_page_each() ->
     """Both streams begin a page. The second one needs it before the first one gives back its second state."""
     streams = [new_request(name, [1] * 4, max_tokens=90) for name in "ab"]
     scheduler = scheduler_of(*streams, state_pages=PAGES, depth=2, caching=False)
-    scheduler.pages.allocate("another owner", scheduler.pages.stock.num_available - 1 - PAGES)
+    scheduler.pages.allocate("another owner", scheduler.pages.block_pool.num_available - 1 - PAGES)
     parts = [scheduler.schedule(0.0, dict.fromkeys("ab", DRAFTS)).scheduled for _ in range(2)]
     assert [[part.request.id for part in step] for step in parts] == [["a"], ["b"]]
     assert scheduler.table.num_preemptions == 0
@@ -64,7 +64,7 @@ def test_request_starts_although_each_of_two_stages_could_verify_drafts_with_its
     waiting = new_request("c", [5] * 8, max_tokens=1)
     flights = [scheduler.schedule(0.0, dict.fromkeys("ab", DRAFTS))]
     assert flights[0].num_drafts
-    scheduler.pages.allocate("another owner", scheduler.pages.stock.num_available - 6)
+    scheduler.pages.allocate("another owner", scheduler.pages.block_pool.num_available - 6)
     scheduler.add(waiting)
     for _ in range(5):
         flights.append(scheduler.schedule(0.0, dict.fromkeys("ab", DRAFTS)))
@@ -94,7 +94,7 @@ def test_drafts_leave_the_next_step_room_for_what_it_computes_again_and_a_page(
 def test_next_turn_begins_from_the_state_after_drafts_only_if_all_are_accepted(
     num_accepted: int, expected_start: int
 ) -> None:
-    """The prompt leaves a checkpoint after 32 tokens. The drafts end with the token before 40."""
+    """The prompt leaves a snapshot after 32 tokens. The drafts end with the token before 40."""
     cost = StepCost(base=1e-6, per_prefill_token=1e-3, per_decode=1e-9)
     prompt = [7] * 33
     scheduler = scheduler_of(
@@ -105,7 +105,7 @@ def test_next_turn_begins_from_the_state_after_drafts_only_if_all_are_accepted(
     )
     scheduler.learn(cost, overrun=1.0)
     part = verify(scheduler, num_accepted)
-    assert (part.start + part.num_tokens, part.state.is_checkpoint) == (40, True)
+    assert (part.start + part.num_tokens, part.state.is_snapshot) == (40, True)
     scheduler.abort("a")
     scheduler.add(new_request("b", [*prompt, 99, *DRAFTS, 8, 9], max_tokens=1))
     assert scheduler.schedule(0.0).scheduled[0].start == expected_start

@@ -5,9 +5,10 @@ import pytest
 from crossdock.workers.schedule.memory.layer_groups import group_layers
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.pages import PagePool
-from crossdock.workers.schedule.memory.prefix_index import HOLE, AttentionChunk, PrefixHit, Window, hash_pages
+from crossdock.workers.schedule.memory.prefix_index import HOLE, AttentionChunk, PrefixHit, Window
+from crossdock.workers.schedule.request.page_hashes import hash_pages
+from crossdock.workers.schedule.request.submission import Leg
 from crossdock.workers.schedule.scheduler import Scheduler
-from crossdock.workers.schedule.submission import Leg
 from tests.workers.schedule.model_free_replica import ModelFreeReplica, new_scheduler
 
 PROMPT = list(range(1, 31))  # 30 tokens: seven pages of four and a half one

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.memory.cached_pages import EvictionPrice
 from crossdock.workers.schedule.memory.pages import PagePool
-from crossdock.workers.schedule.memory.prefix_index import hash_pages
+from crossdock.workers.schedule.request.page_hashes import hash_pages
 
 SIZE = 4
 COST = StepCost(base=0.0, per_prefill_token=1e-3, per_attended=1e-5)
@@ -21,7 +21,7 @@ def serve(pool: PagePool, owner: str, tokens: list[int]) -> tuple[int, int]:
     hashes = hash_pages(tokens, SIZE)
     hit = pool.prefixes.match(hashes)
     num_new = len(hashes) - hit.num_pages
-    num_evicted = max(num_new - pool.stock.num_empty, 0)
+    num_evicted = max(num_new - pool.block_pool.num_empty, 0)
     pool.share(owner, hit)
     pool.allocate(owner, num_new)
     pool.index(owner, hashes, hit.num_pages)
@@ -49,18 +49,18 @@ def test_shared_beginning_outlives_the_older_end() -> None:
 def test_price_is_the_share_of_old_pages_that_are_used_again_times_their_seconds() -> None:
     """Play sessions of 4 pages, of which 8 fit. Half are used again after 7 others."""
     rng, pool = random.Random(3), PagePool(32, SIZE)
-    pool.stock.price.learn(StepCost(base=0.0, per_prefill_token=1e-3))
+    pool.block_pool.price.learn(StepCost(base=0.0, per_prefill_token=1e-3))
     num_used, num_evicted = 0, 0
     recent: list[int] = []
     for number in range(400):
-        pool.stock.cached.pass_time(number + 1.0)
+        pool.block_pool.cached.pass_time(number + 1.0)
         name = recent[-8] if len(recent) > 8 and rng.random() < 0.5 else 1000 + number
         recent.append(name)
         used, evicted = serve(pool, str(number), prompt(name, 4))
         if number > 300:
             num_used, num_evicted = num_used + used, num_evicted + evicted
     assert num_evicted > 50
-    assert pool.stock.cached.price() == pytest.approx(SIZE * 1e-3 * num_used / (num_used + num_evicted), rel=0.5)
+    assert pool.block_pool.cached.price() == pytest.approx(SIZE * 1e-3 * num_used / (num_used + num_evicted), rel=0.5)
 
 
 @pytest.mark.parametrize(("load_s", "again_s"), [(inf, SIZE * 1e-3), (2e-3, 2e-3), (1.0, SIZE * 1e-3)])

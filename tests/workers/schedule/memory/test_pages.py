@@ -5,7 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossdock.workers.schedule.memory.pages import PagePool
-from crossdock.workers.schedule.memory.prefix_index import HOLE, AttentionChunk, hash_pages
+from crossdock.workers.schedule.memory.prefix_index import HOLE, AttentionChunk
+from crossdock.workers.schedule.request.page_hashes import hash_pages
 
 
 def test_hash_of_a_page_depends_on_all_tokens_before() -> None:
@@ -94,17 +95,17 @@ def test_quarantined_pages_are_untouchable_until_the_writer_stops() -> None:
     pool.share("b", pool.prefixes.match(hashes[:1]))
     assert pool.quarantine("a") == 1  # the shared page has another owner, which only reads
     assert pool.counts().quarantined == 1
-    assert pool.stock.num_available == 2
+    assert pool.block_pool.num_available == 2
     assert pool.prefixes.match(hashes).num_pages == 1  # the content may change
     assert pool.end_quarantine("a") == 1
-    assert pool.stock.num_available == 3
+    assert pool.block_pool.num_available == 3
 
 
 def test_clear_cache_frees_pages_without_owner() -> None:
     pool = PagePool(4, 4)
     hashes = fill(pool, "a", list(range(8)))
     pool.release("a")
-    assert pool.stock.clear_cache() == 2
+    assert pool.block_pool.clear_cache() == 2
     assert pool.prefixes.match(hashes).pages == []
     assert pool.counts().free == 4
 

@@ -10,7 +10,7 @@ import pytest
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.encoding import Encoding
-from crossdock.workers.schedule.pictures.items import Item
+from crossdock.workers.schedule.request.items import Item
 from tests.workers.schedule.model_free_replica import ModelFreeReplica, new_scheduler, new_timed_replica
 
 
@@ -64,7 +64,9 @@ def test_most_urgent_picture_waits_no_longer_than_those_that_others_are_inside(s
 def test_step_without_time_encodes_one_picture_although_more_tokens_are_free() -> None:
     """A step with a chunk takes 10 ms at least, so that 100 tokens cost no more than a page: two pictures' tokens."""
     cost = StepCost(base=1e-3, per_prefill_token=1e-5, per_decode=1e-4, least_with_chunk=10e-3)
-    replica = new_timed_replica(cost, encoding=Encoding(4000, EncoderCost(per_row=1e-3)), chunk_policy="adaptive")
+    replica = new_timed_replica(
+        cost, encoding=Encoding(4000, EncoderCost(per_embedding_token=1e-3)), chunk_policy="adaptive"
+    )
     replica.add("stream", 16, max_tokens=60)
     replica.step()
     for name in "ab":
@@ -78,7 +80,7 @@ def test_step_without_time_encodes_one_picture_although_more_tokens_are_free() -
 
 def replica_without_slack(capacity: int, **config: Any) -> ModelFreeReplica:
     """Return a replica whose running streams leave less urgent prompts no time, once a prompt is inside its picture."""
-    encoding = Encoding(capacity, EncoderCost(per_row=1e-4))
+    encoding = Encoding(capacity, EncoderCost(per_embedding_token=1e-4))
     replica = new_timed_replica(encoding=encoding, chunk_policy="adaptive", caching=False, **config)
     replica.add("patient", 400, "batch", items=[picture(0, 400, 1)])
     replica.step()
@@ -142,7 +144,7 @@ def random_prompts(rng: random.Random, count: int) -> Iterator[dict[str, Any]]:
 def test_most_urgent_prompt_has_a_chunk_in_each_step(seed: int) -> None:
     """Whatever room less urgent prompts hold, and however little time streams leave these to give it back."""
     rng = random.Random(seed)
-    encoding = Encoding(rng.choice([20, 30, 60]), EncoderCost(per_row=1e-4))
+    encoding = Encoding(rng.choice([20, 30, 60]), EncoderCost(per_embedding_token=1e-4))
     replica = new_timed_replica(encoding=encoding, chunk_policy="adaptive", caching=False, starvation_s=1e6)
     prompts, urgent, num_urgent = random_prompts(rng, 200), None, 0
     while (more := next(prompts, None)) is not None:

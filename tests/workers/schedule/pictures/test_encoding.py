@@ -7,23 +7,24 @@ from itertools import pairwise
 
 import pytest
 
-from crossdock.workers.schedule.batch import Batch
-from crossdock.workers.schedule.memory.prefix_index import hash_pages
-from crossdock.workers.schedule.pacing.chunking import SLACK_SHARE
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost, EncoderCostFit
 from crossdock.workers.schedule.pictures.encoding import Encoding
-from crossdock.workers.schedule.pictures.items import Item, items_in, salted
-from crossdock.workers.schedule.request import Request
-from crossdock.workers.schedule.submission import InvalidField
+from crossdock.workers.schedule.policies.chunking import SLACK_SHARE
+from crossdock.workers.schedule.request.batch import Batch
+from crossdock.workers.schedule.request.items import Item, items_in, salted
+from crossdock.workers.schedule.request.page_hashes import hash_pages
+from crossdock.workers.schedule.request.request import Request
+from crossdock.workers.schedule.request.submission import InvalidField
 from tests.workers.schedule.model_free_replica import (
     COST,
+    LONG_STEPS,
     ModelFreeReplica,
     new_request,
     new_scheduler,
     new_timed_replica,
 )
 
-ENCODER = EncoderCost(base=1e-3, per_row=5e-4)
+ENCODER = EncoderCost(base=1e-3, per_embedding_token=5e-4)
 
 
 def item(start: int, length: int, content: int = 0) -> Item:
@@ -48,7 +49,7 @@ class Device:
             del self.rows[content_hash]
         for each in batch.encoder.items:
             assert each.content_hash not in self.rows, "encoded twice"
-            self.rows[each.content_hash] = each.num_rows
+            self.rows[each.content_hash] = each.num_embedding_tokens
             self.num_encoded += 1
         for part in batch.scheduled:
             for each in items_in(part.request.items, part.start, part.start + part.num_tokens):
@@ -80,7 +81,7 @@ def test_salts_keep_embeddings_apart() -> None:
     assert plain == items
     assert len({item.content_hash for group in (plain, one, other) for item in group}) == 6
     assert [item.content_hash for item in salted(items, "one")] == [item.content_hash for item in one]
-    assert [(item.start, item.num_rows) for item in one] == [(4, 20), (30, 20)]
+    assert [(item.start, item.num_embedding_tokens) for item in one] == [(4, 20), (30, 20)]
 
 
 def test_first_token_is_predicted_with_the_pictures_that_are_not_in_memory() -> None:
@@ -99,7 +100,7 @@ def test_computed_seconds_count_the_encoder_and_scored_prompts_as_the_backlog_do
     """The scaler adds computed and waiting seconds: a pool that encodes all the time must not look idle."""
 
     def computed(request: Request) -> float:
-        scheduler = new_scheduler(max_model_len=200, cost=COST, encoding=Encoding(100, ENCODER))
+        scheduler = new_scheduler(max_model_len=200, cost=LONG_STEPS, encoding=Encoding(100, ENCODER))
         scheduler.forecast.scored_factor = 1.5
         scheduler.add(request)
         ModelFreeReplica(scheduler).run()
@@ -192,12 +193,12 @@ def batches_of(sizes: Sequence[int]) -> list[Item]:
 
 
 def test_cost_is_learnt_from_measured_batches() -> None:
-    truth = EncoderCost(base=2e-3, per_row=1e-4, per_square=1e-7)
+    truth = EncoderCost(base=2e-3, per_embedding_token=1e-4, per_square=1e-7)
     sweep = [(sizes, truth.seconds(batches_of(sizes))) for sizes in ([4], [64], [64] * 4, [256])]
     fit = EncoderCostFit(sweep)
     for sizes in ([16], [100, 7], [1000]):
         assert fit.cost.seconds(batches_of(sizes)) == pytest.approx(truth.seconds(batches_of(sizes)), rel=0.05)
-    slower = EncoderCost(base=4e-3, per_row=2e-4, per_square=2e-7)
+    slower = EncoderCost(base=4e-3, per_embedding_token=2e-4, per_square=2e-7)
     rng = random.Random(0)
     for _ in range(600):
         sizes = [rng.choice([16, 64, 256])] * rng.randint(1, 3)
@@ -206,7 +207,7 @@ def test_cost_is_learnt_from_measured_batches() -> None:
 
 
 def test_outliers_do_not_count_until_they_are_the_rule() -> None:
-    truth = EncoderCost(base=2e-3, per_row=1e-4)
+    truth = EncoderCost(base=2e-3, per_embedding_token=1e-4)
     fit = EncoderCostFit([(sizes, truth.seconds(batches_of(sizes))) for sizes in ([4], [64], [256])])
     before = fit.cost
     fit.observe(batches_of([64]), 0.04)

@@ -4,9 +4,9 @@ import numpy as np
 import pytest
 
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost, EncoderCostFit
-from crossdock.workers.schedule.pictures.items import Item
+from crossdock.workers.schedule.request.items import Item
 
-TRUTH = EncoderCost(base=2e-3, per_row=1e-4, per_square=1e-6)
+TRUTH = EncoderCost(base=2e-3, per_embedding_token=1e-4, per_square=1e-6)
 
 
 def video(groups: int, rows: int) -> Item:

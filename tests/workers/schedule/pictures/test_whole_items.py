@@ -6,14 +6,13 @@ from hypothesis import strategies as st
 
 from crossdock.workers.schedule.ahead import assume_ended
 from crossdock.workers.schedule.cost.cost import StepCost
-from crossdock.workers.schedule.pacing.chunking import Candidate, ChunkBudget
-from crossdock.workers.schedule.pacing.item_chunks import chunk_with_items
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
-from crossdock.workers.schedule.pictures.encoding import Encoding
-from crossdock.workers.schedule.pictures.items import Item
+from crossdock.workers.schedule.pictures.encoding import Encoding, chunk_with_items
 from crossdock.workers.schedule.pictures.whole_items import least_tokens, most_tokens
-from crossdock.workers.schedule.request import Request
-from crossdock.workers.schedule.submission import InvalidField
+from crossdock.workers.schedule.policies.chunking import Candidate, ChunkBudget
+from crossdock.workers.schedule.request.items import Item
+from crossdock.workers.schedule.request.request import Request
+from crossdock.workers.schedule.request.submission import InvalidField
 from tests.workers.schedule.model_free_replica import (
     ModelFreeReplica,
     chunk_sizes,
@@ -90,7 +89,7 @@ def test_item_that_no_chunk_has_room_for_is_refused_with_the_setting() -> None:
 @pytest.mark.parametrize("is_whole", [True, False])
 def test_item_longer_than_any_slack_is_computed_for_the_class_that_streams_pay_for(is_whole: bool) -> None:
     """Streams leave time for a page. A prompt of their class gets its picture, and one of a lower class waits."""
-    encoding = Encoding(4000, EncoderCost(per_row=1.0), keeps_items_whole=is_whole)
+    encoding = Encoding(4000, EncoderCost(per_embedding_token=1.0), keeps_items_whole=is_whole)
     replica = new_timed_replica(encoding=encoding, chunk_policy="adaptive")
     replica.add("stream", 16, "standard", max_tokens=50)
     replica.step()
@@ -112,7 +111,7 @@ def test_item_longer_than_any_slack_is_computed_for_the_class_that_streams_pay_f
 
 def test_chunk_without_time_for_an_item_ends_with_the_one_before() -> None:
     """Both lie in one page, so that no page ends between them."""
-    encoding = Encoding(500, EncoderCost(per_row=1.0), keeps_items_whole=True)
+    encoding = Encoding(500, EncoderCost(per_embedding_token=1.0), keeps_items_whole=True)
     request = new_request("a", [7] * 300)
     request.items = with_items((1, 9, 1), (11, 100, 2))
 

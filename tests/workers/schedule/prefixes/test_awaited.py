@@ -1,14 +1,20 @@
 """A prompt whose first pages come from elsewhere: the rest is computed once they have landed, or all of it in time."""
 
 from crossdock.workers.schedule.prefixes.awaited import AwaitedPrefix
-from tests.workers.schedule.model_free_replica import ModelFreeReplica, chunk_sizes, new_request, new_timed_replica
+from tests.workers.schedule.model_free_replica import (
+    LONG_STEPS,
+    ModelFreeReplica,
+    chunk_sizes,
+    new_request,
+    new_timed_replica,
+)
 
 PROMPT = [*range(1, 43)]  # ten full pages of four tokens, and two tokens
 
 
 def waiting(until: float = 10.0, num_pages: int = 8) -> tuple[ModelFreeReplica, AwaitedPrefix]:
     """Return a replica whose only prompt waits for its first pages."""
-    replica = new_timed_replica()
+    replica = new_timed_replica(LONG_STEPS)
     prefix = replica.scheduler.awaited.begin(replica.add("a", PROMPT), num_pages, until)
     assert prefix is not None
     return replica, prefix
@@ -80,7 +86,7 @@ def test_prompt_without_room_waits_for_no_pages() -> None:
 
 
 def test_prompt_that_is_cached_already_waits_for_no_pages() -> None:
-    replica = new_timed_replica()
+    replica = new_timed_replica(LONG_STEPS)
     replica.add("a", PROMPT)
     replica.run()
     assert replica.scheduler.awaited.begin(replica.add("b", PROMPT), 10, 10.0) is None

@@ -4,21 +4,23 @@ from typing import Any
 
 import pytest
 
-from crossdock.workers.schedule.memory.arriving_tail import ArrivingTail
 from crossdock.workers.schedule.prefixes.loading import PrefixLoad
 from crossdock.workers.schedule.prefixes.tier_pages import PageKey, PageTier, ReturnShare, TierPages
-from tests.workers.schedule.model_free_replica import ModelFreeReplica, chunk_sizes, new_timed_replica
+from crossdock.workers.schedule.request.arriving_tail import ArrivingTail
+from tests.workers.schedule.model_free_replica import COST, ModelFreeReplica, chunk_sizes, new_timed_replica
 
 PROMPT = [*range(1, 43)]  # ten full pages of four tokens, and two tokens
 OTHER = [*range(51, 93)]
 PAGE_S = 4e-3  # to compute, by `COST`
+ONE_STEP = COST.model_copy(update={"base": 5e-3})
+"""A cost whose knee of throughput is beyond `PROMPT`."""
 WHOLE = {"enable_chunked_prefill": False, "max_num_batched_tokens": 4000}  # prompts wait for all of their pages
 
 
 def replica_with(load_s: float, **config: Any) -> ModelFreeReplica:
     """Return a replica whose tier has the pages of `PROMPT`, and of `OTHER`."""
     tier = PageTier("host", store_s=0.0, load_s=load_s)
-    replica = new_timed_replica(tiers=TierPages([tier]), **config)
+    replica = new_timed_replica(ONE_STEP, tiers=TierPages([tier]), **config)
     for prompt in (PROMPT, OTHER):
         hashes = replica.add("first", prompt).prefix_hashes(len(prompt), 4)
         replica.scheduler.abort("first")
@@ -32,7 +34,8 @@ def test_prompt_is_loaded_where_that_is_sooner() -> None:
     assert not replica.step().batch
     (load,) = replica.scheduler.loading.take_begun()
     assert [each.number for each in load.pages] == [*range(10)]
-    replica.scheduler.loading.finish(load, 10)
+    filled(load, 10)
+    replica.scheduler.loading.end(load)
     assert chunk_sizes(replica.run(), "a") == [2]
 
 
@@ -62,15 +65,82 @@ def test_short_prompt_is_loaded_while_a_longer_one_before_it_lacks_pages() -> No
     assert [load.prefix.request.id for load in replica.scheduler.loading.take_begun()] == ["short"]
 
 
-def test_load_that_takes_too_long_is_computed() -> None:
+def filled(load: PrefixLoad, count: int) -> None:
+    """Fill the next `count` pages of a load, as the thread of the tiers does."""
+    for _ in range(count):
+        assert load.take() is not None
+        load.land()
+
+
+WAYS = ["overdue", "aborted", "failed"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("num_landed", [0, 3])
+@pytest.mark.parametrize("is_taken", [False, True])
+@pytest.mark.parametrize("is_tail", [False, True])
+def test_load_that_no_request_waits_for_is_taken_back(way: str, num_landed: int, is_taken: bool, is_tail: bool) -> None:
+    """Pages that the tier has filled are cached. The page that it is filling is used again when it has ended."""
+    replica = replica_with(load_s=PAGE_S / 2, **({} if is_tail else WHOLE))
+    request = replica.add("a", PROMPT)
+    replica.step()
+    (load,) = replica.scheduler.loading.take_begun()
+    assert (load.tail is not None) == is_tail
+    filled(load, num_landed)
+    assert not is_taken or load.take() is not None
+    if way == "aborted":
+        replica.scheduler.abort("a")
+    elif way == "failed":
+        replica.scheduler.fail(request, "a reason")
+    else:
+        while replica.scheduler.table.has_work:
+            replica.now += 1.0
+            replica.run()
+        num_of_use = 0 if is_tail and is_taken else num_landed  # behind a page that lacks, none is of use
+        assert sum(chunk_sizes(replica.batches, "a")) == len(PROMPT) - 4 * num_of_use
+    counts = replica.scheduler.pages.counts()
+    assert counts.owned == 0
+    assert counts.quarantined == int(is_taken)
+    assert load.take() is None
+    replica.scheduler.loading.end(load)
+    counts = replica.scheduler.pages.counts()
+    assert counts.owned == counts.quarantined == 0
+    assert counts.cached >= num_landed
+
+
+def test_no_load_begins_while_a_tier_does_not_answer() -> None:
     replica = replica_with(load_s=PAGE_S / 2, **WHOLE)
     replica.add("a", PROMPT)
     replica.step()
     (load,) = replica.scheduler.loading.take_begun()
+    load.take()
     replica.now = 1.0
-    assert sum(chunk_sizes(replica.run(), "a")) == len(PROMPT)
-    replica.scheduler.loading.finish(load, 10)
-    assert replica.scheduler.pages.counts().owned == 0
+    replica.add("b", OTHER)
+    assert {part.request.id for batch in replica.run() for part in batch.scheduled} == {"a", "b"}
+    assert not replica.scheduler.loading.take_begun()
+    assert replica.scheduler.loading.queued_s > 1000, "routers expect no load"
+    replica.scheduler.loading.end(load)
+    assert replica.scheduler.loading.queued_s == 0.0
+    replica.scheduler.pages.block_pool.clear_cache()
+    replica.add("c", OTHER)
+    replica.step()
+    assert len(replica.scheduler.loading.take_begun()) == 1
+
+
+def test_stream_does_not_wait_for_a_page_that_a_tier_may_never_give_back() -> None:
+    """Two streams fill the pool. One is preempted for the other, although a quarantined page may come back."""
+    replica = replica_with(load_s=PAGE_S / 100, num_pages=16, max_model_len=60, **WHOLE)
+    replica.add("lost", PROMPT[:10])
+    replica.step()
+    (load,) = replica.scheduler.loading.take_begun()
+    load.take()
+    replica.scheduler.abort("lost")
+    assert replica.scheduler.pages.counts().quarantined == 1
+    for name in "ab":
+        replica.add(name, [*range(60, 80)], max_tokens=30)
+    replica.run()
+    assert not replica.scheduler.table.has_work
+    assert replica.scheduler.pages.counts().quarantined == 1
 
 
 def test_prompt_with_a_prefix_that_is_loaded_for_another_waits_for_it_too() -> None:
@@ -79,7 +149,8 @@ def test_prompt_with_a_prefix_that_is_loaded_for_another_waits_for_it_too() -> N
     replica.add("b", [*PROMPT[:40], 7, 7])
     assert not replica.step().batch
     (load,) = replica.scheduler.loading.take_begun()
-    replica.scheduler.loading.finish(load, 10)
+    filled(load, 10)
+    replica.scheduler.loading.end(load)
     assert sum(sum(chunk_sizes(batches, name)) for batches in [replica.run()] for name in "ab") == 4
 
 
@@ -93,17 +164,15 @@ def begun(load_s: float = PAGE_S) -> tuple[ModelFreeReplica, PrefixLoad, Arrivin
     return replica, load, load.tail
 
 
-def taken(tail: ArrivingTail, count: int) -> list[int | None]:
-    return [tail.take_last() for _ in range(count)]
-
-
 def test_prompt_is_computed_from_its_beginning_and_loaded_from_its_end_until_both_meet() -> None:
     replica, load, tail = begun()
     first = tail.claimed
     assert 3 <= first <= 5, "loading takes as long as computing"
-    assert taken(tail, 11 - first) == [*range(9, first - 1, -1), None]
+    filled(load, 10 - first)
+    assert load.take() is None
+    assert load.landed_from == first
     assert not replica.step().batch
-    replica.scheduler.loading.meet(load, first)
+    replica.scheduler.loading.end(load)
     assert sum(chunk_sizes(replica.run(), "a")) == 2
     assert sum(chunk_sizes(replica.batches, "a")) == len(PROMPT) - 4 * (10 - first)
     assert load.prefix.request.num_cached_tokens == 4 * (10 - first)
@@ -113,36 +182,39 @@ def test_prompt_is_computed_from_its_beginning_and_loaded_from_its_end_until_bot
 def test_pages_that_are_loaded_too_late_are_computed() -> None:
     """Only one is loaded, and nothing is heard of it until all others are computed."""
     replica, load, tail = begun()
-    assert taken(tail, 1) == [9]
+    filled(load, 1)
     while tail.num_pending:
         replica.step()
         replica.now += 0.001
     assert tail.claimed == 9
-    replica.scheduler.loading.meet(load, 9)
+    replica.scheduler.loading.end(load)
     replica.run()
     assert sum(chunk_sizes(replica.batches, "a")) == len(PROMPT) - 4
 
 
 def test_page_that_is_lost_is_computed_and_those_behind_it_are_not() -> None:
-    replica, load, tail = begun()
-    assert taken(tail, 3) == [9, 8, 7]
-    replica.scheduler.loading.meet(load, 8)
+    replica, load, _ = begun()
+    filled(load, 2)
+    assert load.take() is not None
+    replica.scheduler.loading.end(load)
     replica.run()
     assert sum(chunk_sizes(replica.batches, "a")) == len(PROMPT) - 8
 
 
-def test_load_that_hangs_is_given_up_and_its_pages_are_not_reused() -> None:
-    replica, load, tail = begun()
-    assert taken(tail, 2) == [9, 8]
+def test_load_that_hangs_is_given_up_and_the_page_that_it_fills_is_not_reused() -> None:
+    replica, load, _ = begun()
+    filled(load, 1)
+    assert load.take() is not None
     replica.now = 1.0
     while replica.step().batch or replica.now < 2.0:
         replica.now += 0.1
     replica.run()
     assert load.prefix.request.num_preemptions == 1
     assert sum(chunk_sizes(replica.batches, "a")) == len(PROMPT)
-    assert replica.scheduler.pages.counts().owned == 10, "they may still be written to"
-    replica.scheduler.loading.meet(load, 8)
-    assert replica.scheduler.pages.counts().owned == 0
+    counts = replica.scheduler.pages.counts()
+    assert (counts.owned, counts.quarantined) == (0, 1), "it may still be written to"
+    replica.scheduler.loading.end(load)
+    assert replica.scheduler.pages.counts().quarantined == 0
 
 
 def test_page_that_gives_way_to_those_that_its_load_evicts_is_lost() -> None:
@@ -157,7 +229,8 @@ def test_page_that_gives_way_to_those_that_its_load_evicts_is_lost() -> None:
     replica.step()
     (load,) = replica.scheduler.loading.take_begun()
     assert not tier.pages
-    replica.scheduler.loading.finish(load, 0)
+    assert load.take() is not None
+    replica.scheduler.loading.end(load)
     replica.run()
     assert sum(chunk_sizes(replica.batches, "a")) == len(PROMPT)
 

@@ -3,12 +3,13 @@
 import pytest
 
 from crossdock.workers.schedule.memory.pages import PagePool
-from crossdock.workers.schedule.memory.prefix_index import Window, hash_pages
+from crossdock.workers.schedule.memory.prefix_index import Window
+from crossdock.workers.schedule.request.page_hashes import hash_pages
 
 SIZE = 2
 
 
-def test_checkpoint_is_evicted_as_a_whole_and_before_the_pages_in_front_of_it() -> None:
+def test_snapshot_is_evicted_as_a_whole_and_before_the_pages_in_front_of_it() -> None:
     pool = PagePool(14, SIZE, state_pages=3)
     hashes = hash_pages(list(range(8)), SIZE)
     pool.allocate("a", 4)
@@ -37,4 +38,4 @@ def test_hit_without_a_state_is_as_long_as_the_pages_reach(windows: tuple[Window
     assert pool.prefixes.match(hashes).num_pages == 0
     assert pool.prefixes.match(hashes).num_indexed == 4
     hit = pool.prefixes.match(hashes, needs_state=False)
-    assert (hit.num_pages, list(hit.checkpoint)) == (4, [])
+    assert (hit.num_pages, list(hit.snapshot)) == (4, [])

@@ -1,10 +1,10 @@
-"""Recurrent states: which pages each part of a step reads and writes, and which checkpoints later requests find."""
+"""Recurrent states: which pages each part of a step reads and writes, and which snapshots later requests find."""
 
 import pytest
 
-from crossdock.workers.schedule.batch import Scheduled, StatePages
 from crossdock.workers.schedule.cost.cost import StepCost
-from crossdock.workers.schedule.recurrent.checkpoints import further_step_seconds, is_worth_its_pages
+from crossdock.workers.schedule.recurrent.snapshots import further_step_seconds, is_worth_its_pages
+from crossdock.workers.schedule.request.batch import Scheduled, StatePages
 from tests.workers.schedule.model_free_replica import COST, ModelFreeReplica, new_request, new_scheduler
 
 PAGES = 2  # of a state
@@ -12,7 +12,7 @@ FAST = StepCost(base=1e-6, per_prefill_token=1e-3, per_attended=0.0, per_decode=
 
 
 def new_replica(num_pages: int = 200, max_model_len: int = 200, **config: int) -> ModelFreeReplica:
-    """Return a replica of a recurrent model whose step for a checkpoint costs next to nothing."""
+    """Return a replica of a recurrent model whose step for a snapshot costs next to nothing."""
     settings = {"max_num_batched_tokens": 64, "state_pages": PAGES} | config
     scheduler = new_scheduler(num_pages, max_model_len, cost=FAST, chunk_policy="fixed", **settings)
     return ModelFreeReplica(scheduler, sample=lambda token_ids: 7)
@@ -27,7 +27,7 @@ def states_of(replica: ModelFreeReplica, name: str) -> list[tuple[int, StatePage
     return [(part.start + part.num_tokens, part.state) for part in parts_of(replica, name)]
 
 
-def test_prompt_begins_with_zeros_and_its_last_full_page_ends_a_chunk_with_a_checkpoint() -> None:
+def test_prompt_begins_with_zeros_and_its_last_full_page_ends_a_chunk_with_a_snapshot() -> None:
     replica = new_replica()
     replica.scheduler.add(new_request("a", range(30), 2))
     own = []
@@ -42,7 +42,7 @@ def test_prompt_begins_with_zeros_and_its_last_full_page_ends_a_chunk_with_a_che
     assert replica.scheduler.pages.counts().cached == 7 + PAGES
 
 
-def test_next_turn_begins_from_the_checkpoint_and_writes_its_own_pages() -> None:
+def test_next_turn_begins_from_the_snapshot_and_writes_its_own_pages() -> None:
     replica = new_replica()
     replica.scheduler.add(new_request("a", range(30), 2))
     replica.run()
@@ -53,13 +53,13 @@ def test_next_turn_begins_from_the_checkpoint_and_writes_its_own_pages() -> None
     replica.step()
     found = [parts_of(replica, name)[0] for name in "bc"]
     assert [part.start for part in found] == [28, 28]
-    assert all(list(part.state.read) == list(made.write) for part in found), "both read one checkpoint"
+    assert all(list(part.state.read) == list(made.write) for part in found), "both read one snapshot"
     assert len({page for part in found for page in part.state.write}) == 2 * PAGES
     replica.run()
     assert replica.scheduler.pages.counts().owned == 0
 
 
-def test_prefix_of_two_requests_gets_a_checkpoint_from_the_second() -> None:
+def test_prefix_of_two_requests_gets_a_snapshot_from_the_second() -> None:
     replica, system = new_replica(), [9] * 40
     for number in range(3):
         replica.scheduler.add(new_request(f"r{number}", [*system, *[50 + number] * 20], 2))
@@ -69,7 +69,7 @@ def test_prefix_of_two_requests_gets_a_checkpoint_from_the_second() -> None:
     assert parts_of(replica, "r2")[0].start == 40
 
 
-def test_output_leaves_checkpoints_where_a_next_turn_saves_enough() -> None:
+def test_output_leaves_snapshots_where_a_next_turn_saves_enough() -> None:
     """A state has the pages of 8 tokens. An output's state is worth that where more than 1.6 are computed again."""
     replica = new_replica()
     replica.scheduler.add(new_request("a", range(30), 8))  # the last token is not computed: 37 are
@@ -95,7 +95,7 @@ def test_preempted_prompt_continues_from_its_own_state() -> None:
     assert [part.start for part in parts_of(replica, "a")][:2] == [0, 40]
 
 
-def test_checkpoints_preempt_no_request() -> None:
+def test_snapshots_preempt_no_request() -> None:
     """The pool holds one request and one state more."""
     replica = new_replica(num_pages=50 + 2 * PAGES)
     replica.scheduler.add(new_request("a", range(180), 19))
@@ -105,7 +105,7 @@ def test_checkpoints_preempt_no_request() -> None:
     assert replica.scheduler.pages.counts().owned == 0
 
 
-def test_prompt_without_caching_makes_no_checkpoint() -> None:
+def test_prompt_without_caching_makes_no_snapshot() -> None:
     scheduler = new_scheduler(caching=False, state_pages=PAGES)
     replica = ModelFreeReplica(scheduler)
     scheduler.add(new_request("a", range(30), 4))
@@ -121,7 +121,7 @@ def test_pool_without_room_for_two_states_of_the_longest_request_is_refused() ->
     new_scheduler(num_pages=25 + 4, max_model_len=100, state_pages=PAGES)
 
 
-def test_checkpoint_is_worth_its_pages_where_much_is_computed_again() -> None:
+def test_snapshot_is_worth_its_pages_where_much_is_computed_again() -> None:
     assert not is_worth_its_pages(0, 100, 0.5, 3000, COST)
     assert is_worth_its_pages(0, 4000, 0.5, 3000, COST)
     assert not is_worth_its_pages(3900, 4000, 0.5, 3000, COST), "little is computed since the one before"

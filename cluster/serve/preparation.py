@@ -1,0 +1,77 @@
+"""Check a configuration against the files and the devices of this machine, before any replica starts."""
+
+import os
+from pathlib import Path
+
+from crossdock.cluster.config import ClusterConfig, PoolConfig
+from crossdock.cluster.serve.checkpoint_check import check_checkpoint, describe_weights, require_same_model
+from crossdock.cluster.serve.gpus import check_cores_suffice, check_gpus_suffice, check_memory_suffices, with_num_gpus
+from crossdock.cluster.serve.model_check import check_model
+from crossdock.workers.model.loaders.objects import bytes_of_weights
+from crossdock.workers.model.memory.host_memory import free_on_host
+from crossdock.workers.model.weights.scheme import Scheme
+
+
+def prepare(config: ClusterConfig, *, has_gpus: bool) -> list[str]:
+    """Fetch or convert a model, and check its files. Return a line about each checkpoint.
+
+    `has_gpus`: whether pools that leave `num_gpus` open run on GPUs.
+
+    Raises:
+        ValueError: a file is missing or cannot be served; the message names the file or the setting.
+    """
+    from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
+    from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
+    from crossdock.workers.model.weights.checkpoint import resolve_model
+
+    path = resolve_model(config.model.path, needs_weights=not config.is_emulated)
+    is_tokenizer_beside = config.model.tokenizer is None
+    scheme = check_checkpoint(path, needs_tokenizer=is_tokenizer_beside, quantization=config.engine.quantization)
+    check_model(config, path, has_gpus=has_gpus)
+    GenerationDefaults.read(path, config.model.generation_config, config.model.override_generation_config)
+    EmbeddingDefaults.read(path, config.model.pooler_config)
+    if config.model.tokenizer is not None or config.model.chat_template is not None:
+        from crossdock.cluster.serve.tokenizer import load_tokenizer
+
+        load_tokenizer(path, config.model)
+    weights = "no weights: its devices are emulated" if config.is_emulated else describe_weights(path, scheme)
+    lines = [f"Model: {path}: {weights}"]
+    for pool in config.pools:
+        folder = path
+        if pool.checkpoint is not None:
+            folder, own = _checkpoint_of(pool, path, config)
+            lines.append(f"Pool {pool.name}: {folder}: {describe_weights(folder, own)}")
+        if pool.num_ranks > 1:
+            from crossdock.workers.model.weights.weights import check_division
+
+            check_division(folder, pool.tensor_parallel_size, pool.pipeline_parallel_size)
+    return lines
+
+
+def _checkpoint_of(pool: PoolConfig, path: Path, config: ClusterConfig) -> tuple[Path, Scheme]:
+    """Return the directory of a pool's own weights, and how they are stored.
+
+    Raises:
+        ValueError: they are not of the model in `path`, or not read; the message names the pool.
+    """
+    from crossdock.workers.model.weights.checkpoint import resolve_model
+
+    quantization = (pool.engine or config.engine).quantization
+    try:
+        folder = resolve_model(pool.checkpoint)
+        scheme = check_checkpoint(folder, needs_tokenizer=False, quantization=quantization)
+        require_same_model(path, folder)
+    except ValueError as error:
+        raise ValueError(f"pools: checkpoint of {pool.name!r}: {error}") from None
+    return folder, scheme
+
+
+def require_devices(config: ClusterConfig, num_gpus: float) -> None:
+    """Check that this machine has the GPUs, and for several models the cores and the memory. Raises ValueError."""
+    from crossdock.workers.model.weights.checkpoint import resolve_model
+
+    models = [with_num_gpus(each, num_gpus > 0) for each in config.each_model]
+    if config.models:
+        check_cores_suffice(models, os.cpu_count() or 1)
+        check_memory_suffices(models, lambda model: bytes_of_weights(resolve_model(model)), free_on_host())
+    check_gpus_suffice(models, num_gpus)

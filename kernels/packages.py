@@ -1,0 +1,45 @@
+"""The packages that backends of attention need, looked for without importing them. No torch."""
+
+import importlib.util
+from collections.abc import Mapping
+
+_PACKAGES: Mapping[str, tuple[str, ...]] = {
+    "triton": ("triton",),
+    "flash_attn": ("flash_attn",),
+    "flash_attn_3": ("flash_attn_interface",),
+    # Triton: for stores, and for steps that are CUDA graphs.
+    "flashinfer": ("flashinfer", "triton"),
+}
+"""Packages by backend of `AttentionBackend`. A backend without an entry runs everywhere."""
+
+
+def require_backend(backend: str, *, is_on_cpu: bool) -> None:
+    """Check that a backend of attention can run: its packages are installed, and there is a GPU if it needs one.
+
+    Raises:
+        ValueError: it cannot; the message names what is missing.
+    """
+    for package in _PACKAGES.get(backend, ()):
+        if not has_package(package):
+            raise ValueError(
+                f"attention_backend {backend}: the package {package} is not installed; auto chooses an installed one"
+            )
+    if backend in _PACKAGES and is_on_cpu and not triton_is_interpreted():
+        raise ValueError(
+            f"attention_backend {backend} needs a GPU, and the model is on a CPU; auto and torch run there"
+        )
+
+
+def has_package(package: str) -> bool:
+    """Return whether a package is installed."""
+    return importlib.util.find_spec(package) is not None
+
+
+def triton_is_interpreted() -> bool:
+    """Return whether Triton interprets kernels on numpy, for tests."""
+    if not has_package("triton"):
+        return False
+    import triton
+
+    interprets: bool = triton.knobs.runtime.interpret
+    return interprets

@@ -1,0 +1,68 @@
+"""Which prompt is computed first."""
+
+from typing import Any
+
+from crossdock.workers.schedule.policies.order import order_prefills, prefill_reason
+from crossdock.workers.schedule.policies.tenants import Tenants
+from crossdock.workers.schedule.request.request import Request
+from crossdock.workers.schedule.request.submission import SamplingParams
+
+
+def new_prompt(name: str, num_tokens: int, **fields: Any) -> Request:
+    return Request(name, [1] * num_tokens, SamplingParams(), **fields)
+
+
+def test_classes_come_before_ratios() -> None:
+    old = new_prompt("old", 10, priority=2)
+    new = new_prompt("new", 1000, priority=0, arrival_work=50_000)
+    assert order_prefills([old, new], 1.0, 50_000, 60.0, Tenants()) == [new, old]
+
+
+def test_highest_response_ratio_of_uncached_tokens_goes_first() -> None:
+    """A long prompt most of which is cached is a short one."""
+    long = new_prompt("long", 4000)
+    cached = new_prompt("cached", 4000, expected_cached_tokens=3900)
+    short = new_prompt("short", 200)
+    assert order_prefills([long, short, cached], 1.0, 1000, 60.0, Tenants()) == [cached, short, long]
+    assert prefill_reason(cached, 1.0, 1000, 60.0, Tenants()) == "response ratio 11.00"
+
+
+def test_long_prompt_that_waited_goes_before_new_short_ones() -> None:
+    long = new_prompt("long", 4000)
+    short = new_prompt("short", 200, arrival_work=3900)
+    assert order_prefills([short, long], 1.0, 4000, 60.0, Tenants()) == [long, short]  # 2.0 against 1.5
+
+
+def test_starving_prompts_go_first_and_the_oldest_of_them() -> None:
+    batch = new_prompt("batch", 4000, priority=2, queued_at=0.0, arrival_time=0.0)
+    later = new_prompt("later", 10, priority=2, queued_at=1.0, arrival_time=1.0)
+    urgent = new_prompt("urgent", 10, priority=0, queued_at=61.0, arrival_time=61.0)
+    assert order_prefills([urgent, later, batch], 61.5, 0, 60.0, Tenants()) == [batch, later, urgent]
+    assert prefill_reason(batch, 61.5, 0, 60.0, Tenants()) == "waited 62 s"
+
+
+def test_prompt_promised_for_later_does_not_starve_yet() -> None:
+    """A minute is nothing to a batch prompt that may take ten: until then it goes before no class."""
+    batch = new_prompt("batch", 4000, priority=2, queued_at=0.0, arrival_time=0.0, ttft_deadline=600.0)
+    urgent = new_prompt("urgent", 10, priority=0, queued_at=599.0, arrival_time=599.0, ttft_deadline=1.0)
+    assert order_prefills([batch, urgent], 599.5, 0, 60.0, Tenants()) == [urgent, batch]
+    assert order_prefills([urgent, batch], 600.0, 0, 60.0, Tenants()) == [batch, urgent]
+
+
+def test_ties_go_by_arrival_then_id() -> None:
+    early = new_prompt("c", 10, arrival_time=-1.0, queued_at=-1.0)
+    ordered = order_prefills([new_prompt("b", 10), new_prompt("a", 10), early], 1.0, 0, 60.0, Tenants())
+    assert [request.id for request in ordered] == ["c", "a", "b"]
+
+
+def test_priority_of_client_comes_within_its_class_and_before_all_else_there() -> None:
+    urgent = new_prompt("urgent", 10, priority=0, priority_in_class=100)
+    first = new_prompt("first", 1000, priority=1, priority_in_class=-1)
+    preempted = new_prompt("preempted", 10, priority=1, num_preemptions=1)
+    short, last = new_prompt("short", 10, priority=1), new_prompt("last", 10, priority=1, priority_in_class=2)
+    assert order_prefills([last, short, preempted, first, urgent], 1.0, 0, 60.0, Tenants()) == [
+        urgent, first, preempted, short, last,
+    ]  # fmt: skip
+    assert prefill_reason(first, 1.0, 0, 60.0, Tenants()) == "priority -1, response ratio 1.00"
+    last.queued_at = -100.0
+    assert order_prefills([urgent, last], 1.0, 0, 60.0, Tenants()) == [last, urgent], "it starves"

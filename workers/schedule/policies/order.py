@@ -1,0 +1,80 @@
+"""Which prompt is computed first, and who is preempted first. Pure functions of data: a policy is changed here."""
+
+from collections.abc import Iterable, Sequence
+from math import inf
+
+from crossdock.workers.schedule.policies.tenants import Tenants
+from crossdock.workers.schedule.request.request import Request
+
+Turn = tuple[int, float, float]
+"""The place of a prompt: its class, its tenant's virtual time, its client's own priority. The lower goes first."""
+
+STARVING: Turn = (-1, 0.0, 0)
+
+
+def response_ratio(request: Request, work_done: int) -> float:
+    """Return 1 + waited work / uncached tokens.
+
+    Waited work is what the replica has prefilled since the request arrived, in tokens. So the ratio needs no clock, is
+    the same on every device, and does not change while nothing is computed.
+    """
+    return 1 + (work_done - request.arrival_work) / max(request.num_uncached_tokens, 1)
+
+
+def is_starving(request: Request, now: float, starvation_s: float, tenants: Tenants) -> bool:
+    """Return whether a request has waited for `starvation_s`, and for as long as its class may let it wait.
+
+    A request whose first token was promised for later is not urgent yet. Nor is one that waits because its tenant has
+    had more than another that waits in its class.
+    """
+    has_waited = now - request.queued_at >= max(starvation_s, request.ttft_deadline)
+    return has_waited and tenants.is_in_turn(request)
+
+
+def turn(request: Request, tenants: Tenants) -> Turn:
+    """Return the turn of a request that does not starve."""
+    return (request.priority, tenants.time(request), request.priority_in_class)
+
+
+def before(own: Turn) -> Turn:
+    """Return a turn that goes just before a turn: the last one that may pass requests of it."""
+    return (*own[:2], own[2] - 1)
+
+
+def order_prefills(
+    requests: Iterable[Request], now: float, work_done: int, starvation_s: float, tenants: Tenants
+) -> list[Request]:
+    """Return the requests in the order in which their prompts are computed.
+
+    First those that starve, the oldest first. Then by class, within a class by what their tenants have had, and for
+    one tenant by the clients' own priorities. Among equals, preempted requests go first, because their clients are
+    already reading. Then those that another replica computes and offers, because that one holds pages for them: first
+    the one whose second token is due first. Then the highest response ratio. Ties go by arrival, then by id.
+    """
+
+    def key(request: Request) -> tuple[Turn, float, float, float, str]:
+        if is_starving(request, now, starvation_s, tenants):
+            return (STARVING, 0.0, 0.0, request.arrival_time, request.id)
+        is_read = request.num_preemptions or request.is_offered
+        ratio = inf if is_read else response_ratio(request, work_done)
+        due = request.due if request.is_offered else 0.0
+        return (turn(request, tenants), -ratio, due, request.arrival_time, request.id)
+
+    return sorted(requests, key=key)
+
+
+def prefill_reason(request: Request, now: float, work_done: int, starvation_s: float, tenants: Tenants) -> str:
+    """Return the reason for a request's place in `order_prefills`, for its timeline."""
+    if is_starving(request, now, starvation_s, tenants):
+        return f"waited {now - request.queued_at:.0f} s"
+    if request.num_preemptions:
+        return "preempted before"
+    priority = f"priority {request.priority_in_class}, " if request.priority_in_class else ""
+    return f"{priority}response ratio {response_ratio(request, work_done):.2f}"
+
+
+def first_victim(requests: Sequence[Request], tenants: Tenants) -> Request:
+    """Return the request to preempt first: the least urgent, then of the tenant that has had most, then the last
+    admitted."""
+
+    return max(enumerate(requests), key=lambda pair: (turn(pair[1], tenants), pair[0]))[1]
