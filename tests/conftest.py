@@ -17,7 +17,9 @@ from hypothesis import settings
 from tests import file_seconds, less_work, limits, soak
 from tests.own_folders import make_own_folders, share_kernels, written_home
 
-settings.register_profile("crossdock", deadline=None)  # a loaded machine is slow: seconds are for benchmarks
+# The same examples in every run: a change is refused for what it does. `--hypothesis-profile=random` looks for others.
+settings.register_profile("crossdock", deadline=None, derandomize=True)  # a loaded machine is slow: no deadline
+settings.register_profile("random", deadline=None, print_blob=True)
 settings.load_profile("crossdock")
 
 HOME = make_own_folders()

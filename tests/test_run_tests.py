@@ -66,7 +66,7 @@ def test_lanes_that_take_groups_from_both_ends_end_together(runner: ModuleType, 
     ],
 )
 @pytest.mark.parametrize("slowness", [0.5, 1.0, 8.0])
-def test_file_beyond_its_share_is_refused_however_slow_the_machine_is(
+def test_file_beyond_its_share_is_named_however_slow_the_machine_is(
     runner: ModuleType, times: dict[str, float], grown: list[str], slowness: float
 ) -> None:
     record = {"a": runner.Seconds(100.0, 90.0), "b": runner.Seconds(1.0, 1.0), "c": runner.Seconds(900.0, 1.0)}

@@ -3,6 +3,7 @@
 import contextlib
 import re
 import signal
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -130,17 +131,29 @@ def has_log(process: psutil.Process, replica: str) -> bool:
 
 
 def test_client_is_told_when_to_try_again_while_nothing_can_serve(served: tuple[int, str, Path]) -> None:
+    """Replicas are killed until a request was refused: a request waits for some seconds for one that is back."""
     server, url, _ = served
-    for pool in ("prefill", "decode"):
-        for victim in replicas_of(server, pool):
-            victim.kill()
     answers: list[httpx.Response] = []
+    was_refused = threading.Event()
+
+    def kill_replicas() -> None:
+        while not was_refused.wait(0.1):
+            for pool in ("prefill", "decode"):
+                for victim in replicas_of(server, pool):
+                    with contextlib.suppress(psutil.NoSuchProcess):
+                        victim.kill()
 
     def refused() -> bool:
         answers.append(httpx.post(f"{url}/v1/completions", json={"prompt": [7], "max_tokens": 1}, timeout=60))
         return answers[-1].status_code == 503
 
-    eventually(refused, lambda: str([answer.status_code for answer in answers]), 60)
+    killing = threading.Thread(target=kill_replicas)
+    killing.start()
+    try:
+        eventually(refused, lambda: str([answer.status_code for answer in answers]), 60)
+    finally:
+        was_refused.set()
+        killing.join()
     assert 1 <= int(answers[-1].headers["Retry-After"]) <= 60
-    eventually(lambda: not refused(), lambda: str(answers[-1].text), 120)
+    eventually(lambda: not refused(), lambda: str(answers[-1].text), 180)
     assert answers[-1].status_code == 200

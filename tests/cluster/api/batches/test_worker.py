@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -131,9 +133,16 @@ async def test_cancelled_batch_has_a_record_for_each_line_and_ends_what_runs(fol
         folder.cancel("", name)
 
 
-async def test_expired_batch_keeps_what_is_done_and_names_the_rest(folder: BatchFolder) -> None:
-    answer = Scripted(seconds=600.0)
-    batch = await run(folder, created(folder, lines(30), lifetime_s=1), answer)
+async def test_expired_batch_keeps_what_is_done_and_names_the_rest(
+    folder: BatchFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer, name = Scripted(seconds=600.0), created(folder, lines(30), lifetime_s=3600)
+    serving = worker(folder, answer)
+    serving.start()
+    await until(lambda: bool(answer.asked))
+    monkeypatch.setattr(run_module, "time", SimpleNamespace(time=lambda: time.time() + 3600))
+    batch = await ended(folder, name)
+    await serving.close()
     assert batch["status"] == "expired"
     found = records(folder, batch)
     assert all_ids(found) == Counter(f"c{i}" for i in range(30))
