@@ -46,7 +46,9 @@ BELOW = {  # room: the rooms it may import besides itself
     "cluster/simulate": {
         "cluster/bench",
         "cluster/yaml_text.py",
+        "kvtransfer",
         "router",
+        "workers/replica",
         "workers/report",
         "workers/sandbox",
         "workers/schedule",

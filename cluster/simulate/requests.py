@@ -7,8 +7,8 @@ from hashlib import blake2b
 
 from crossdock.cluster.bench.metrics import Sample
 from crossdock.cluster.bench.workloads import FollowUp, Job
+from crossdock.cluster.simulate.device import TOKEN
 from crossdock.cluster.simulate.fetch import SimulatedFetch
-from crossdock.cluster.simulate.replica import TOKEN
 from crossdock.cluster.simulate.transfer import SimulatedTransfer
 from crossdock.router.request_life import RequestLife
 from crossdock.workers.schedule.request.items import Item

@@ -15,9 +15,10 @@ from math import inf
 from crossdock.cluster.bench.metrics import Sample
 from crossdock.cluster.bench.workloads import Job
 from crossdock.cluster.simulate.clock import Clock
+from crossdock.cluster.simulate.device import TOKEN, Noise
 from crossdock.cluster.simulate.fetch import SimulatedFetch
 from crossdock.cluster.simulate.fleet import Failure, SimulatedFleet, SimulatedPool
-from crossdock.cluster.simulate.replica import TOKEN, Noise, SimulatedReplica
+from crossdock.cluster.simulate.replica import SimulatedReplica
 from crossdock.cluster.simulate.requests import SimulatedRequest, submission_of
 from crossdock.cluster.simulate.scaler import Decision, SimulatedScaler
 from crossdock.cluster.simulate.transfer import SimulatedNetwork, SimulatedTransfer, abort
@@ -207,15 +208,13 @@ class Simulation:
         life, attempt = request.life, submission.epoch
         if life.is_over or life.attempt != attempt or life.query is None:
             return  # given up: the replica of the other leg has refused, or has died
-        taken = Request.from_submission(submission, now)
-        taken.page_hashes = list(life.query.page_hashes)
         try:
-            replica.scheduler.add(taken)
+            replica.engine.add(submission, now, page_hashes=life.query.page_hashes)
         except (Overloaded, ValueError) as refusal:
             actions = life.refused(replica.name, attempt, refusal, now)
         else:
             if request.fetch is not None and submission.source_tokens:
-                request.fetch.ask(taken, now)
+                request.fetch.ask(replica.scheduler.table.request(submission.id), now)
             actions = life.taken(replica.name, attempt, replica.publisher.sequence, now)
         self._do(request, actions, now)
 

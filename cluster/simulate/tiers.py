@@ -21,13 +21,14 @@ class SimulatedTiers:
 
     profile: SchedulingProfile
     clock: Clock
-    wake: Callable[[float], None]  # lets the replica look again
     tiers: TierPages = field(init=False)
+    on_done: list[Callable[[], None]] = field(default_factory=list)  # called when `take_in` may have something to do
     _room: list[int] = field(default_factory=list)  # pages that each tier can still take
     _loads: deque[PrefixLoad] = field(default_factory=deque)  # loads that have not ended, in order
     _being_filled: int = 0  # entries of the first load
     _page_ends: float = 0.0  # when the page that is being loaded will be in the pool
     _planned: float = -1.0  # time of the next look
+    _loading: TierLoading | None = None
 
     def __post_init__(self) -> None:
         tiers = list[PageTier]()
@@ -56,19 +57,23 @@ class SimulatedTiers:
             tier.drop([oldest])
             self._room[number] += self.profile.state_pages if oldest.group == STATES else 1
 
-    def load(self, loads: Sequence[PrefixLoad], loading: TierLoading, now: float) -> None:
+    def load(self, loads: Sequence[PrefixLoad]) -> None:
         """Begin loads behind those that have begun."""
+        if not loads:
+            return
         if not self._loads:
-            self._page_ends = now
+            self._page_ends = self.clock.now
         for load in loads:
             for each in load.pages:
                 each.tier.used(each.key)
         self._loads += loads
-        self.advance(loading, now)
+        if self._loading is not None:
+            self.take_in(self._loading)
 
-    def advance(self, loading: TierLoading, now: float) -> None:
-        """Begin and end what is due by `now`. A step computes pages of a tail that have not begun to load."""
-        while self._loads and self._page_ends <= now:
+    def take_in(self, loading: TierLoading) -> None:
+        """Begin and end what is due by now. A step computes pages of a tail that have not begun to load."""
+        self._loading = loading
+        while self._loads and self._page_ends <= self.clock.now:
             load = self._loads[0]
             for _ in range(self._being_filled):
                 load.land()
@@ -101,4 +106,8 @@ class SimulatedTiers:
                 left = load.seconds
             if (at := self._page_ends + left) != self._planned:
                 self._planned = at
-                self.clock.at(at, self.wake)
+                self.clock.at(at, self._wake)
+
+    def _wake(self, now: float) -> None:
+        for listener in self.on_done:
+            listener()

@@ -6,7 +6,8 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from crossdock.cluster.simulate.clock import Clock
-from crossdock.cluster.simulate.replica import TOKEN, SimulatedReplica
+from crossdock.cluster.simulate.device import TOKEN
+from crossdock.cluster.simulate.replica import SimulatedReplica
 from crossdock.workers.schedule.memory.prefix_index import first_visible_page
 from crossdock.workers.schedule.request.request import Request, Status
 from crossdock.workers.schedule.request.submission import Leg
@@ -158,7 +159,7 @@ class SimulatedTransfer:
         if not is_last:
             scheduler.handoff.commit(self.request_id, num_tokens)
             return
-        scheduler.handoff.start_decoding(self.request_id, TOKEN, now)
+        self.receiver.engine.arrive(self.request_id, TOKEN)
         self.is_over = True
         self.on_arrived(self, now)
         self.clock.at(now + self.latency_s, lambda now: self.sender.post(self._shipped, now))
@@ -169,11 +170,11 @@ class SimulatedTransfer:
             self.sender.publisher.transferred(self._bytes, self._seconds)
         request = scheduler.table.get(self.request_id)
         if request is not None and request.epoch == self.attempt:
-            scheduler.handoff.finish_sent(self.request_id)
+            self.sender.engine.ship(self.request_id)
         scheduler.pages.release(self.owner)
 
 
 def abort(replica: SimulatedReplica, request_id: str, owner: str, now: float) -> None:
     """End a request on a replica. A sender's pages stay until they are not read any more."""
-    replica.scheduler.abort(request_id)
+    replica.engine.abort(request_id)
     replica.scheduler.pages.release(owner)

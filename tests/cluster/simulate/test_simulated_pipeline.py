@@ -6,11 +6,11 @@ from itertools import pairwise
 
 import pytest
 
-from crossdock.cluster.simulate.replica import Stages
 from crossdock.cluster.simulate.simulation import Simulation
 from crossdock.router.placement import Query
 from crossdock.workers.report.advertise import observe
 from crossdock.workers.schedule.cost.cost_fit import IntervalShare
+from crossdock.workers.schedule.cost.stages import Stages
 from crossdock.workers.schedule.policies.pace import LONGEST_GAP
 from tests.cluster.simulate.small_fleets import assert_all_ended, fleet, job, play, profile, times
 

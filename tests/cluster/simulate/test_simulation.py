@@ -9,7 +9,7 @@ import pytest
 
 from crossdock.cluster.bench.pictures import DrawnPicture
 from crossdock.cluster.bench.workloads import Job, Segment, read_trace
-from crossdock.cluster.simulate.replica import Noise
+from crossdock.cluster.simulate.device import Noise
 from crossdock.cluster.simulate.requests import token_ids
 from crossdock.cluster.simulate.simulation import Simulation
 from crossdock.cluster.simulate.transfer import MAX_WRITE_BYTES, SimulatedNetwork

@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from crossdock.kvtransfer.layout import LayerShape, PageGroup, PoolSpec, Shard
 from crossdock.kvtransfer.transport import Memory
@@ -26,7 +26,7 @@ from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.encoding import Encoding, ItemFailure
-from crossdock.workers.schedule.request.batch import Batch, SampledToken
+from crossdock.workers.schedule.request.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.request.request import Request, Status, TokenDelta
 from crossdock.workers.schedule.request.submission import Grammar, InvalidField, SamplingParams
 
@@ -36,6 +36,7 @@ _CHUNKS = (16, 64, 256, 1024, 4096)
 _STREAMS = (1, 4, 16, 64, 256)
 _CONTEXTS = (32, 2048, 16_384)
 _ADAPTERS = (1 << 20, 1 << 24)  # numbers in the matrices of one
+_FINISHED = Status.FINISHED  # once: Python 3.11 takes 0.2 µs to look up a member of an enum
 
 
 class _Pictures(NamedTuple):
@@ -60,6 +61,8 @@ class EmulatedRunner:
     encoder_cost: EncoderCost | None
     stages: Stages
     clock: Callable[[], float]
+    vary: Callable[[float], float] = lambda predicted: predicted  # returns the seconds that the next step takes
+    ends: float = 0.0  # when the newest step does
     graphs_text: str = ""
 
     @property
@@ -70,8 +73,9 @@ class EmulatedRunner:
         """Begin a step behind those that run."""
         items = batch.encoder.items
         encoding = self.encoder_cost.seconds(items) if items and self.encoder_cost is not None else 0.0
-        ends = self.stages.begin(self.cost.seconds(batch.work) + encoding, self.clock())
-        return _Step(ends, _Pictures(encoding, {}) if encoding else None), []
+        seconds = self.vary(self.cost.seconds(batch.work) + encoding)
+        self.ends = self.stages.begin(seconds, self.clock())
+        return _Step(self.ends, _Pictures(encoding, {}) if encoding else None), []
 
     def is_usual(self, inputs: _Step) -> bool:
         return True
@@ -98,27 +102,56 @@ class _Drawn(NamedTuple):
         return self.on_device, ()
 
 
+class TokenMaker(Protocol):
+    """Makes the tokens of requests: `TokensByPosition`, and `DrawnDrafts` of simulations."""
+
+    def add(self, request: Request) -> None: ...
+
+    def remove(self, request_id: str) -> None: ...
+
+    def sampled(self, part: Scheduled) -> SampledToken:
+        """Return the token that follows a part of a step, and the part's drafts that are accepted."""
+
+
 @dataclass(slots=True)
-class EmulatedSampler:
+class TokensByPosition:
     """Makes tokens that depend on a request's prompt, its seed and the position alone.
 
     So a stream has the same tokens on every replica, after any failure, in any batch.
     """
 
     tokens: Sequence[int]  # tokens that may be made
-    clock: Callable[[], float]
-    sleep: Callable[[float], None]
     _keys: dict[str, int] = field(default_factory=dict)  # by request
 
-    def add(self, request: Request, grammar: Any = None) -> None:
+    def add(self, request: Request) -> None:
         seed = 0 if request.sampling.temperature == 0 else request.sampling.seed
         self._keys[request.id] = zlib.crc32(array("Q", request.prompt_token_ids).tobytes()) ^ (seed * _MIX)
+
+    def remove(self, request_id: str) -> None:
+        self._keys.pop(request_id, None)
+
+    def sampled(self, part: Scheduled) -> SampledToken:
+        """Return the token that follows a part of a step."""
+        mixed = ((self._keys[part.request.id] + part.start + part.num_tokens) * _MIX) & (2**64 - 1)
+        return SampledToken(self.tokens[(mixed >> 32) % len(self.tokens)])
+
+
+@dataclass(slots=True)
+class EmulatedSampler:
+    """Has the tokens of a maker when the step that makes them has ended."""
+
+    maker: TokenMaker
+    clock: Callable[[], float]
+    sleep: Callable[[float], None]
+
+    def add(self, request: Request, grammar: Any = None) -> None:
+        self.maker.add(request)
 
     def accept(self, request_id: str, token_id: int) -> None:
         pass
 
     def remove(self, request_id: str) -> None:
-        self._keys.pop(request_id, None)
+        self.maker.remove(request_id)
 
     def complete(self, deltas: Sequence[TokenDelta]) -> None:
         pass
@@ -140,14 +173,10 @@ class EmulatedSampler:
 
     def _tokens(self, batch: Batch) -> dict[str, SampledToken]:
         return {
-            part.request.id: SampledToken(self._token(part.request.id, part.start + part.num_tokens))
+            part.request.id: self.maker.sampled(part)
             for part in batch.scheduled
-            if part.samples and part.request.status is not Status.FINISHED
+            if part.samples and part.request.status is not _FINISHED
         }
-
-    def _token(self, request_id: str, position: int) -> int:
-        mixed = ((self._keys[request_id] + position) * _MIX) & (2**64 - 1)
-        return self.tokens[(mixed >> 32) % len(self.tokens)]
 
     def _sleep_until(self, ends: float) -> None:
         if (seconds := ends - self.clock()) > 0:
@@ -203,7 +232,7 @@ def emulated_engine(
     executor = Executor(
         config,
         EmulatedRunner(profile.cost, profile.encoder_cost, stages, clock),
-        EmulatedSampler(words, clock, sleep),
+        EmulatedSampler(TokensByPosition(words), clock, sleep),
         NoGrammars(),
         PagePool(num_pages, config.page_size, config.enable_prefix_caching, windows, profile.state_pages),
         Memory(0, num_pages * page_bytes, bytes_per_second=profile.bytes_per_second),
@@ -212,7 +241,7 @@ def emulated_engine(
         ends,
         is_ahead=is_one_stage and config.async_scheduling is not False,
         check=_check,
-        spec_of=lambda name: _pool_spec(profile, config.page_size, page_bytes, num_pages, name),
+        spec_of=lambda name: pool_spec_of(profile, config.page_size, page_bytes, num_pages, name),
         encoding=_encoding(profile, config),
         why_text_alone="this emulated device has no encoder: take a profile with encoder_cost, such as h100-vl7b",
     )
@@ -263,7 +292,7 @@ def _refusal(name: str, what: str) -> InvalidField:
     return InvalidField(f"{name}: an emulated device computes no logits, and so no {what}; leave it out", name)
 
 
-def _pool_spec(profile: SchedulingProfile, page_size: int, page_bytes: int, num_pages: int, name: str) -> PoolSpec:
+def pool_spec_of(profile: SchedulingProfile, page_size: int, page_bytes: int, num_pages: int, name: str) -> PoolSpec:
     """Return a pool whose pages have the bytes of the profile's, with one layer for each group of layers."""
     layers = tuple(LayerShape(1, page_bytes // page_size, 0) for _ in profile.windows)
     shard = Shard(0, ((0, 1),) * len(layers))

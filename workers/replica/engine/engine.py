@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from crossdock.workers.replica.engine.chunk_log import chunk_logger, log_chunks
@@ -19,6 +20,7 @@ from crossdock.workers.schedule.pictures.encoding import ItemFailure
 from crossdock.workers.schedule.request.batch import Batch
 from crossdock.workers.schedule.request.failures import NOT_FINITE
 from crossdock.workers.schedule.request.items import items_in
+from crossdock.workers.schedule.request.page_hashes import PageHash
 from crossdock.workers.schedule.request.request import FinishReason, Request, TokenDelta
 from crossdock.workers.schedule.request.submission import InvalidField, Submission
 from crossdock.workers.schedule.scheduler import Scheduler
@@ -118,10 +120,17 @@ class Engine:
 
     # -- requests ----------------------------------------------------------------------------------------------------
 
-    def add(self, submission: Submission, arrived: float | None = None, grammar: Any = None) -> None:
+    def add(
+        self,
+        submission: Submission,
+        arrived: float | None = None,
+        grammar: Any = None,
+        page_hashes: Sequence[PageHash] = (),
+    ) -> None:
         """Queue a request that arrived at `arrived` on the engine's clock; None: now.
 
         `grammar` is the state of the request's grammar after its output tokens; None: `add` waits for the compile.
+        `page_hashes`: of the first pages of the prompt, where the caller has them.
 
         Raises:
             InvalidField: the request can never be served.
@@ -139,13 +148,14 @@ class Engine:
         if grammar is None and submission.sampling.grammar is not None:
             grammar = self.grammars.compile(submission.sampling.grammar, submission.output_token_ids)
         request = Request.from_submission(submission, self.clock() if arrived is None else arrived)
+        request.page_hashes = list(page_hashes)
         pictures = self._locate(request) if request.items else None
         self.scheduler.add(request)
         if pictures is not None and self._encoder is not None:
             self._encoder.add(request.id, pictures)
         self._sampler.add(request, grammar)
         if self.speculation is not None:
-            self.speculation.drafter.add(request.id, request.token_ids)
+            self.speculation.add(request)
 
     def _locate(self, request: Request) -> "PromptPictures | None":
         if self.executor.encoding is None:
@@ -158,7 +168,7 @@ class Engine:
         if self._encoder is not None:
             self._encoder.remove(request_id)
         if self.speculation is not None:
-            self.speculation.drafter.remove(request_id)
+            self.speculation.remove(request_id)
 
     async def compiled(self, submission: Submission) -> Any:
         """Return the state of the request's grammar after its output tokens; None for a request without one.
@@ -230,6 +240,15 @@ class Engine:
         deltas = [self.scheduler.fail(request, reason, "model") for request, reason in failed]
         self.adapters.begin(self.scheduler.adapters_to_load(self.clock()))
         return deltas
+
+    def watch_loads(self, post: Callable[[Callable[[], object]], None]) -> None:
+        """Have pages of tiers and adapters taken in between two steps, once they are loaded. `post` may be called in
+        another thread."""
+        if self.adapters is not None:
+            self.adapters.on_done.append(lambda: post(lambda: None))  # every turn takes in what is loaded
+        if self.tiers is not None:
+            take_in = partial(self.tiers.take_in, self.scheduler.loading)
+            self.tiers.on_done.append(lambda: post(take_in))
 
     def begin_step(self, on_scheduled: OnScheduled = lambda _: None) -> bool:
         """Schedule the next step and begin to execute it. Return whether there was one that can begin now."""
@@ -359,12 +378,8 @@ class Engine:
 
     def _predicted(self, batch: Batch) -> float:
         """Return the predicted seconds of a step with its pictures; 0 without a cost."""
-        if self.cost_fit is None:
-            return 0.0
-        return self.cost_fit.cost.seconds(batch.work) + self._encoder_seconds(batch)
-
-    def _encoder_seconds(self, batch: Batch) -> float:
-        return 0.0 if self.encoder_fit is None else self.encoder_fit.cost.seconds(batch.encoder.items)
+        cost = self.scheduler.forecast.cost
+        return 0.0 if cost is None else cost.seconds(batch.work) + self.scheduler.encoding.seconds(batch.encoder.items)
 
     def _learn(self, step: FinishedStep) -> float:
         """Compare a step with its prediction, and refine the next predictions. Returns the predicted seconds."""
@@ -374,7 +389,7 @@ class Engine:
         if self.cost_fit is None:
             return 0.0
         work = step.batch.work
-        predicted = self.cost_fit.cost.seconds(work) + self._encoder_seconds(step.batch)
+        predicted = self._predicted(step.batch)
         if step.batch.is_scored or not step.is_usual:
             return predicted
         if step.is_alone:

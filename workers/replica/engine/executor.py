@@ -2,11 +2,14 @@
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from crossdock.kvtransfer.layout import PoolSpec
 from crossdock.kvtransfer.transport import Memory
 from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.schedule.adapter_slots import AdapterSlots, SlotChange
+from crossdock.workers.schedule.drafts.drafting import DraftPolicy
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.request.batch import Batch, SampledToken
@@ -15,8 +18,6 @@ from crossdock.workers.schedule.request.submission import Grammar, SamplingParam
 
 if TYPE_CHECKING:  # what only a model needs imports torch
     from crossdock.workers.model.model import LoadedModel
-    from crossdock.workers.replica.engine.adapter_loader import AdapterLoader
-    from crossdock.workers.replica.engine.speculation import Speculation
     from crossdock.workers.replica.engine.weight_update import WeightUpdate
     from crossdock.workers.replica.ranks.worker_group import WorkerGroup
     from crossdock.workers.replica.tiers.tier_store import TierStore
@@ -101,6 +102,36 @@ class Grammars(Protocol):
     ) -> Any: ...
 
 
+class Drafts(Protocol):
+    """Guesses the next tokens of streams: `Speculation`, and `SimulatedDrafts`."""
+
+    @property
+    def policy(self) -> DraftPolicy: ...
+
+    def add(self, request: Request) -> None: ...
+
+    def remove(self, request_id: str) -> None: ...
+
+    def drafts(self, wanted: Mapping[str, int]) -> dict[str, Sequence[int]]:
+        """Return at most so many drafts for each request."""
+
+
+class AdapterLoads(Protocol):
+    """Loads adapters beside the steps: `AdapterLoader`, and `SimulatedAdapterLoads`."""
+
+    on_done: list[Callable[[], None]]
+
+    def begin(self, changes: Sequence[SlotChange]) -> None: ...
+
+    def take_in(self, slots: AdapterSlots) -> list[tuple[Request, str]]:
+        """Note the loads that have ended. Returns the requests that cannot be served, each with the reason."""
+
+    def check(self, folder: Path) -> None:
+        """Check that the adapter in a folder can be served. ValueError, OSError: it cannot."""
+
+    def close(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Executor:
     """Everything that an engine gets from its device, complete at construction."""
@@ -121,8 +152,8 @@ class Executor:
     encoding: Encoding | None = None  # None: prompts are text alone, see `why_text_alone`
     why_text_alone: str = ""
     cpu_kernels: str = ""  # which compute the matrix products of fused layers on a CPU; empty: none are named
-    speculation: "Speculation | None" = None
-    adapters: "AdapterLoader | None" = None  # None: it takes no adapters
+    speculation: Drafts | None = None
+    adapters: AdapterLoads | None = None  # None: it takes no adapters
     new_weights: "WeightUpdate | None" = None  # None: the device is emulated, and has no weights
     tiers: "TierStore | None" = None
     worker_group: "WorkerGroup | None" = None

@@ -7,6 +7,7 @@ from crossdock.workers.draft.drafter import Drafter
 from crossdock.workers.replica.engine.step_sampler import StepSampler
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
+from crossdock.workers.schedule.request.request import Request
 
 
 @dataclass(slots=True)
@@ -24,6 +25,14 @@ class Speculation:
 
     def __post_init__(self) -> None:
         self.policy = DraftPolicy(self.config, self)
+
+    def add(self, request: Request) -> None:
+        """Draft for a request from now on."""
+        self.drafter.add(request.id, request.token_ids)
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request."""
+        self.drafter.remove(request_id)
 
     def seconds(self, num_streams: int, num_tokens: int) -> float:
         """Return the predicted seconds to draft for `num_streams`, the longest draft having `num_tokens`."""

@@ -47,7 +47,7 @@ class EngineThread(ObservedEngine):
         self._is_blocked = False  # every request waits for pages on their way in or out: no step can do anything
         self.handovers: list[Handover] = [] if opener is None else [opener(self._on_event, self.transferred)]
         self.metrics.watch([each.dock for each in self.handovers])
-        self.watch_loads(partial(self._inbox.post, is_urgent=True))
+        engine.watch_loads(partial(self._inbox.post, is_urgent=True))
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 

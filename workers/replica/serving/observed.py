@@ -5,9 +5,8 @@ import logging
 import time
 import uuid
 from collections import Counter as Tally
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any
 
 from crossdock.kvtransfer.events import Figures
@@ -59,15 +58,6 @@ class ObservedEngine:
         if not self.publisher.is_due(now):
             return None, ()
         return self.publisher.live(now, interval), self.publisher.page_changes()
-
-    def watch_loads(self, post: Callable[[Callable[[], object]], None]) -> None:
-        """Have pages of tiers and adapters taken in between two steps, once they are loaded. `post` may be called in
-        another thread."""
-        if self.engine.adapters is not None:
-            self.engine.adapters.on_done.append(lambda: post(lambda: None))  # every turn takes in what is loaded
-        if (tiers := self.engine.tiers) is not None:
-            take_in = partial(tiers.take_in, self.engine.scheduler.loading)
-            tiers.on_done.append(lambda: post(take_in))
 
     def offer_to_tiers(self) -> None:
         """Write cached pages to files while there is nothing to compute, so that a restart finds them."""
