@@ -318,7 +318,9 @@ def test_pure_rooms_import_without_torch_ray_and_transformers() -> None:
     without(("torch", "ray", "transformers"), names)
 
 
-def test_driver_ingress_and_emulated_replica_import_without_torch_and_transformers() -> None:
+def test_driver_ingress_emulated_replica_and_simulator_import_without_torch_and_transformers() -> None:
     """Torch would cost each of them 280 MiB and seconds of the start; only a model's steps need torch."""
     serve, replica = "crossdock.cluster.serve", "crossdock.workers.replica.serving.replica"
-    without(("torch", "transformers"), [*(f"{serve}.{name}" for name in ("command", "lifetime", "ingress")), replica])
+    simulator = "crossdock.cluster.simulate.scenario_run"
+    own = [f"{serve}.{name}" for name in ("command", "lifetime", "ingress")]
+    without(("torch", "transformers"), [*own, replica, simulator])
