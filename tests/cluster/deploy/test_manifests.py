@@ -26,6 +26,7 @@ from tests.cluster.deploy import custom_resources
 ROOT = Path(__file__).parents[3]
 MANIFESTS = ROOT / "manifests"
 OVERLAYS = ["cpu", "single-node", "fleet"]
+OF_PROMETHEUS = {"PodMonitor", "ScrapeConfig", "PrometheusRule"}  # kinds of its operator
 
 
 def documents(path: Path) -> list[dict[str, Any]]:
@@ -84,6 +85,31 @@ def test_demonstration_has_kinds_of_kubernetes_alone_and_fits_two_cores() -> Non
     assert not any("persistentVolumeClaim" in volume for volume in template["spec"]["volumes"])
 
 
+def kustomization(folder: Path) -> dict[str, Any]:
+    """Return the kustomization of a folder."""
+    (found,) = documents(folder / "kustomization.yaml")
+    return found
+
+
+def applied_files(folder: Path) -> Iterator[Path]:
+    """Yield the files that `kubectl apply -k` applies for a folder, by its kustomization and those that it names."""
+    found = kustomization(folder)
+    for name in (*found.get("resources", ()), *found.get("components", ())):
+        path = (folder / name).resolve()
+        yield from applied_files(path) if path.is_dir() else [path]
+
+
+@pytest.mark.parametrize("overlay", OVERLAYS)
+def test_kinds_of_the_prometheus_operator_stand_in_one_component_that_cpus_do_without(overlay: str) -> None:
+    assert kustomization(MANIFESTS / "monitoring")["kind"] == "Component"
+    found = {each["kind"]: path for path in applied_files(MANIFESTS / overlay) for each in documents(path)}
+    assert {path.parent.name for kind, path in found.items() if kind in OF_PROMETHEUS} == (
+        set() if overlay == "cpu" else {"monitoring"}
+    )
+    assert found.keys() >= OF_PROMETHEUS or overlay == "cpu"
+    assert "RayService" in found
+
+
 def test_example_claims_have_the_names_that_pods_mount() -> None:
     claims = {document["metadata"]["name"] for file in MANIFESTS.glob("claims/*.yaml") for document in documents(file)}
     mounted = {
@@ -109,9 +135,9 @@ def test_overlay_built_by_kustomize_is_valid_and_complete(overlay: str) -> None:
         custom_resources.validate(document)
     names = [(document["kind"], document["metadata"]["name"]) for document in found]
     assert len(set(names)) == len(names)
-    assert {"RayService", "PodDisruptionBudget", "NetworkPolicy", "ScrapeConfig", "PrometheusRule"} <= {
-        kind for kind, _ in names
-    }
+    kinds = {kind for kind, _ in names}
+    assert {"RayService", "PodDisruptionBudget", "NetworkPolicy"} <= kinds
+    assert (kinds & OF_PROMETHEUS == OF_PROMETHEUS) == (overlay != "cpu")
     # Whatever is referred to by name is in it, or is a Secret or claim that the operations guide describes.
     ours = next(document for document in found if document["kind"] == "RayService")["spec"]["rayClusterConfig"]
     redis = ours.get("gcsFaultToleranceOptions")
@@ -390,7 +416,7 @@ def test_expressions_of_alerts_and_dashboard_are_promql() -> None:
 
 
 def expressions(name: str) -> Iterator[str]:
-    data = yaml.safe_load((MANIFESTS / "base" / name).read_text())
+    data = yaml.safe_load((MANIFESTS / ("base" if name.endswith(".json") else "monitoring") / name).read_text())
     if name.endswith(".json"):
         for panel in data["panels"]:
             for target in panel.get("targets", ()):
@@ -401,7 +427,7 @@ def expressions(name: str) -> Iterator[str]:
 
 def test_alerts_have_a_section_in_the_operations_guide() -> None:
     guide = (ROOT / "docs/operations.md").read_text()
-    groups = yaml.safe_load((MANIFESTS / "base/alerts.yaml").read_text())["spec"]["groups"]
+    groups = yaml.safe_load((MANIFESTS / "monitoring/alerts.yaml").read_text())["spec"]["groups"]
     alerts = [rule["alert"] for group in groups for rule in group["rules"] if "alert" in rule]
     assert len(set(alerts)) == len(alerts) > 10
     assert [alert for alert in alerts if f"### {alert}" not in guide] == []
@@ -449,7 +475,7 @@ def test_alerts_fire_in_their_situation_and_in_no_other(tmp_path: Path) -> None:
 
     The claim that an alert is silent must be false for the alerts of a situation, and true for all others.
     """
-    spec = documents(MANIFESTS / "base/alerts.yaml")[0]["spec"]
+    spec = documents(MANIFESTS / "monitoring/alerts.yaml")[0]["spec"]
     (tmp_path / "rules.yml").write_text(yaml.safe_dump(spec))
     alerts = {rule["alert"] for group in spec["groups"] for rule in group["rules"] if "alert" in rule}
 
