@@ -24,13 +24,16 @@ from ray.serve.exceptions import RayServeException
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.serve import shared_cluster
 from crossdock.cluster.serve.address import Address
+from crossdock.cluster.serve.app import visible_gpus
 from crossdock.cluster.serve.application import Application, Lost
+from crossdock.cluster.serve.gpus import with_num_gpus
 from crossdock.cluster.serve.lost_replicas import LostReplicas
 from crossdock.cluster.serve.own_ray.closed_files import closed_to_other_users
 from crossdock.cluster.serve.own_ray.forked_replicas import forking_workers
 from crossdock.cluster.serve.own_ray.ray_noise import without_noise
 from crossdock.cluster.serve.own_ray.ray_processes import without_unused_processes
 from crossdock.cluster.serve.ray_environment import ENVIRONMENT, ON_ONE_MACHINE, is_local
+from crossdock.cluster.serve.room import RoomWatch, lacking_room
 from crossdock.cluster.serve.start_phases import StartPhases
 from crossdock.cluster.serve.stop_signals import StopRequest, StopSignal, ignore_signals
 from crossdock.workers.replica.serving.notices import read_notices
@@ -84,9 +87,11 @@ def serve_forever(
         starting(STARTING[2])
         application = Application(config)
         application.deploy()
-        starts: dict[str, dict[str, Any]] = {}
+        room = RoomWatch(time.monotonic(), config.application.room_timeout_s)
         while not application.is_up():
             starts = _tell_phases(application, phases, tell, show)
+            if len(starts) < num_replicas and room.is_due(time.monotonic()):
+                _tell_of_room(config, room, tell)
             stop.wait()
         starts = _tell_phases(application, phases, tell, show)
         tell(phases.ended("all is connected", time.monotonic()))
@@ -159,6 +164,17 @@ def _tell_phases(
         tell(line)
     show(phases.now_in(starts))
     return starts
+
+
+def _tell_of_room(config: ClusterConfig, room: RoomWatch, tell: Callable[[str], None]) -> None:
+    """Tell what replicas wait for that no machine has free. Raises StartFailed: they have waited for too long."""
+    models = [with_num_gpus(each, visible_gpus() > 0) for each in config.each_model]
+    waiting = list(lacking_room(models, shared_cluster.unplaced(), shared_cluster.machines()))
+    try:
+        for line in room.hear(waiting, time.monotonic()):
+            tell(line)
+    except TimeoutError as error:
+        raise StartFailed(str(error)) from None
 
 
 def _stay(stop: StopRequest, application: Application, lost: LostReplicas, tell: Callable[[str], None]) -> None:

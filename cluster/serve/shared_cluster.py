@@ -6,11 +6,13 @@ Nothing here changes the cluster.
 import os
 import time
 import uuid
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
 import ray
-from ray._private.state import state
+from ray._private.state import available_resources_per_node, state
+from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.exceptions import RayTaskError
 from ray.serve._private.client import ServeControllerClient
 from ray.serve.config import HTTPOptions
@@ -20,7 +22,9 @@ from ray.serve.schema import APIType, ApplicationStatus, ProxyLocation, ProxySta
 
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.serve.app import INGRESS_NAME
+from crossdock.cluster.serve.room import Demand, Machine
 
+_STATUS_S = 10  # Ray has so long to tell what it has placed nowhere
 _ANSWER_S = 30.0  # Serve's controller has so long to answer
 _VERSION = "crossdock-serve-"  # how the versions of ingresses begin that the command deploys
 _ASKS_FOR_TOKEN = "InvalidAuthToken"  # in what Ray reports of a join without the cluster's token
@@ -75,6 +79,34 @@ def join_failure(error: BaseException) -> str:
             f"~/.ray/auth_token or RAY_AUTH_TOKEN"
         )
     return f"RAY_ADDRESS={address}: the cluster cannot be joined: {causes[0]}"
+
+
+def unplaced() -> list[Demand]:
+    """Return the demands of actors and groups that Ray has placed nowhere; empty where Ray does not say."""
+    try:
+        found = get_cluster_status(ray.get_runtime_context().gcs_address, timeout=_STATUS_S).resource_demands
+    except Exception:  # Ray raises all kinds
+        return []
+    actors = [
+        Demand(request.bundle, request.count)
+        for demand in found.ray_task_actor_demand
+        for request in demand.bundles_by_count
+    ]
+    groups = [
+        Demand(sum((Counter(each.bundle) for each in group.bundles_by_count for _ in range(each.count)), Counter()), 1)
+        for group in found.placement_group_demand
+    ]
+    return actors + groups
+
+
+def machines() -> list[Machine]:
+    """Return the machines of the cluster that are alive."""
+    free = available_resources_per_node()
+    return [
+        Machine(node["Resources"], free.get(node["NodeID"], {}), node.get("Labels") or {})
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
 
 
 # -- what is taken -----------------------------------------------------------------------------------------------------

@@ -159,6 +159,34 @@ def test_name_route_and_port_that_are_taken_are_refused(
     assert cluster.team.answers(), cluster.team.wrong
 
 
+@pytest.mark.parametrize(
+    ("flags", "asked"),
+    [
+        (
+            ("--set", "pools.mixed.num_cpus=40"),
+            r"40 CPUs: the cluster has 16 CPUs on 1 machine, 1\d CPUs free; 2\d CPUs",
+        ),
+        (("--device", "cuda"), "1 GPU: the cluster has 0 GPUs on 1 machine, 0 GPUs free; 1 GPU"),
+        (
+            ("--set", "pools.mixed.tensor_parallel_size=2", "--device", "cuda"),
+            "2 GPUs: the cluster has 0 GPUs on 1 machine, 0 GPUs free; 2 GPUs",
+        ),
+    ],
+)
+def test_start_that_finds_no_room_ends_with_what_is_missing(
+    cluster: JoinedCluster,
+    commands: dict[str, tuple[subprocess.Popen[bytes], Path]],
+    flags: tuple[str, ...],
+    asked: str,
+) -> None:
+    place = ("--app-name", "large", "--route-prefix", "/large", "--set", "application.room_timeout_s=1")
+    ended = cluster.run(*SERVE, *place, *flags)
+    assert ended.returncode == 1
+    message = rf"error: 1 of 1 replicas of pool 'mixed' wait for room, each for {asked} missing\. No room came in 1 s"
+    assert re.search(message, ended.stdout), ended.stdout
+    assert "large" not in cluster.team.call("applications")
+
+
 def test_relative_path_is_refused_before_the_cluster_is_joined(cluster: JoinedCluster) -> None:
     ended = cluster.run(*SERVE, "./model")
     assert ended.returncode == 2
