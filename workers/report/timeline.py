@@ -98,9 +98,8 @@ class Timeline:
     gap: float | None = None  # before the newest token; None while that is the first made here
     is_gap_shared: bool = False  # a chunk was computed between these two tokens
     gaps: "array[float]" = field(default_factory=lambda: array("f"))  # all gaps in seconds, until the request ends
-    shared_gaps: tuple[int, float] = (0, 0.0)  # how many, and their sum in seconds
+    num_shared_gaps: int = 0
     num_later_tokens: int = 0  # after all gaps: with drafts, several may follow one
-    num_shared_tokens: int = 0  # after shared gaps
     finish_reason: FinishReason | None = None
     ended: float = 0.0
     freed_bytes: int | None = None  # of KV pages, by an abort
@@ -119,9 +118,7 @@ class Timeline:
             self.num_later_tokens += count
             self.is_gap_shared = shared = last_chunks > self.last_token
             if shared:
-                number, seconds = self.shared_gaps
-                self.shared_gaps = number + 1, seconds + gap
-                self.num_shared_tokens += count
+                self.num_shared_gaps += 1
         self.last_token = now
 
     def finish(self, reason: FinishReason, now: float) -> None:
@@ -174,15 +171,6 @@ class Timeline:
         count = self.num_later_tokens
         return (self.last_token - self.begun) / count if self.begun is not None and count else None
 
-    def tpot_by_sharing(self) -> dict[bool, float]:
-        """Return a finished request's mean gap (s) per token: True for gaps with a chunk, False for the others."""
-        count = self.num_later_tokens
-        num_shared = self.num_shared_tokens
-        shared = self.shared_gaps[1]
-        alone = max((self.tpot or 0.0) * count - shared, 0.0)
-        means = {True: shared / num_shared} if num_shared else {}
-        return means | ({False: alone / (count - num_shared)} if count > num_shared else {})
-
     def ttft_met(self, now: float) -> bool | None:
         """Return whether the first token was in time; None: not known yet, or another replica makes that token."""
         if self.ttft is not None:
@@ -231,7 +219,7 @@ class Timeline:
             "first_token_s": _rounded(self.ttft),
             "alternatives_s": dict(self.alternatives),
             "num_decode_steps": gaps.number,
-            "num_shared_decode_steps": self.shared_gaps[0] if sees_all else None,
+            "num_shared_decode_steps": self.num_shared_gaps if sees_all else None,
             "tpot_s": _rounded(self.tpot),
             "gap_p50_s": _rounded(gaps.p50) if gaps.number else None,
             "gap_max_s": _rounded(gaps.longest) if gaps.number else None,

@@ -165,16 +165,15 @@ def test_gap_with_a_chunk_step_between_tokens_counts_as_shared() -> None:
     assert [chunk["num_decodes"] for chunk in timed.find("prompt")["chunks"]] == [0]
 
 
-def test_time_per_token_is_split_by_sharing() -> None:
+def test_time_per_token_is_the_mean_of_all_gaps() -> None:
     timed = TimedReplica(mixed_chunks=False)
     timed.add("stream", 4, max_tokens=4)
     timed.step()
     timed.add("prompt", 10, max_tokens=1)
     finished = [timeline for _ in range(4) for timeline in timed.step().finished]
     assert [timeline.id for timeline in finished] == ["prompt", "stream"]
-    assert finished[1].tpot_by_sharing() == {True: 2.0, False: 1.0}
+    assert finished[1].num_shared_gaps == 1
     assert finished[1].tpot == pytest.approx(4 / 3)
-    assert finished[0].tpot_by_sharing() == {}
     assert finished[0].tpot is None
     assert finished[0].tpot_met() is None
 

@@ -99,3 +99,25 @@ def test_text_has_no_series_for_the_times_at_which_series_were_made(registry: Co
     kept = [name for name in made if not name.endswith("_created")]
     lines = [line for line in exposition(registry, [], None).splitlines() if not line.startswith("#")]
     assert len(lines) == len(kept)
+
+
+def test_histograms_of_labels_without_an_observation_and_times_of_creation_are_left_out() -> None:
+    """All others stay, and vLLM's names have their zeros."""
+    registry = CollectorRegistry()
+    seconds = Histogram("seconds", "", ["slo_class"], buckets=(1, 2), registry=registry)
+    seconds.labels("busy").observe(0.5)
+    seconds.labels("idle")
+    Histogram("plain", "", buckets=(1,), registry=registry)
+    Counter("tokens", "", ["kind"], registry=registry).labels("new")
+    names = [Name("latency", "histogram", "", (Source("seconds", ("slo_class", ("idle",))),))]
+    found = {
+        (sample.name, sample.labels.get("slo_class", ""))
+        for family in text_string_to_metric_families(exposition(registry, names, "m"))
+        for sample in family.samples
+    }
+    ours = {(name, slo) for name, slo in found if not name.startswith("vllm:")}
+    assert ours == {(f"seconds_{part}", "busy") for part in ("bucket", "count", "sum")} | {
+        *((f"plain_{part}", "") for part in ("bucket", "count", "sum")),
+        ("tokens_total", ""),
+    }
+    assert ("vllm:latency_count", "") in found

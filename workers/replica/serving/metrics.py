@@ -12,7 +12,7 @@ from crossdock.kvtransfer.events import Figures
 from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.replica.engine.sleep import given_up
 from crossdock.workers.replica.transfer.replica_dock import ReplicaDock
-from crossdock.workers.report.timeline import Progress, Timeline, prompt_length_bucket
+from crossdock.workers.report.timeline import Progress, Timeline
 from crossdock.workers.report.vllm_names import OF_REPLICAS, exposition
 from crossdock.workers.schedule.drafts.verify import DraftTotals
 from crossdock.workers.schedule.policies.pace import promises_beyond
@@ -52,12 +52,10 @@ class EngineMetrics:
     def _define_step_metrics(self) -> None:
         steps = self._counter("crossdock_steps", "Engine steps.", "kind")
         step_seconds = self._histogram("crossdock_step_seconds", "Duration of a step.", _STEP_SECONDS, "kind")
-        predicted = self._histogram(
-            "crossdock_step_predicted_seconds", "Predicted duration of a step.", _STEP_SECONDS, "kind"
+        self._predicted = self._histogram(
+            "crossdock_step_predicted_seconds", "Predicted duration of a step.", _STEP_SECONDS
         )
-        self._of_kind = {
-            kind: (steps.labels(kind), step_seconds.labels(kind), predicted.labels(kind)) for kind in _KINDS
-        }
+        self._of_kind = {kind: (steps.labels(kind), step_seconds.labels(kind)) for kind in _KINDS}
         self._skipped = self._counter(
             "crossdock_decodes_skipped", "Decodes left out of a step in favour of more urgent ones."
         )
@@ -94,7 +92,6 @@ class EngineMetrics:
             "crossdock_time_to_first_token_seconds",
             "From arrival at the replica to the first token.",
             _TTFT,
-            "prompt_tokens",
             "slo_class",
         )
         gap = self._histogram(
@@ -107,22 +104,14 @@ class EngineMetrics:
         self._gap = {
             (name, is_shared): gap.labels(label, name) for name in slo_classes for is_shared, label in _SHARED.items()
         }
-        self._tpot = self._histogram(
-            "crossdock_time_per_output_token_seconds",
-            "Mean gap between a request's tokens; prefill_shared: whether a chunk was computed in the gaps.",
-            _GAP,
-            "prefill_shared",
-            "slo_class",
-        )
         phases = self._histogram(
             "crossdock_request_phase_seconds",
             "Of a request on this replica: queue: until its first chunk; prefill: until its first token; decode: until "
             "its last token; inference: prefill and decode.",
             _PHASE,
             "phase",
-            "slo_class",
         )
-        self._phase = {(phase, name): phases.labels(phase, name) for phase in _PHASES for name in slo_classes}
+        self._phase = {phase: phases.labels(phase) for phase in _PHASES}
         self._slo_ttft = self._counter(
             "crossdock_slo_ttft",
             "Requests by outcome: whether the first token met the class's time to first token.",
@@ -176,11 +165,11 @@ class EngineMetrics:
         batch = step.batch
         chunks = batch.scheduled[batch.num_decodes :]
         kind = "mixed" if batch.num_decodes and chunks else "decodes" if batch.num_decodes else "chunks"
-        count, seconds, predicted = self._of_kind[kind]
+        count, seconds = self._of_kind[kind]
         count.inc()
         seconds.observe(step.seconds)
         if step.predicted:
-            predicted.observe(step.predicted)
+            self._predicted.observe(step.predicted)
         self._step_tokens.observe(batch.num_tokens)
         if chunks:
             self._step_prompt_tokens.observe(sum(part.num_tokens for part in chunks))
@@ -259,7 +248,7 @@ class EngineMetrics:
     def _first_token(self, timeline: Timeline) -> None:
         assert timeline.ttft is not None
         name = timeline.slo.name
-        self._ttft.labels(prompt_length_bucket(timeline.num_prompt_tokens), name).observe(timeline.ttft)
+        self._ttft.labels(name).observe(timeline.ttft)
         self._iterations.labels(name).observe(timeline.num_chunks)
         self._prefill_tokens.observe(timeline.num_prompt_tokens - timeline.counts().cached)
         self._slo_ttft.labels(name, "met" if timeline.ttft <= timeline.ttft_deadline else "missed").inc()
@@ -269,9 +258,7 @@ class EngineMetrics:
         name = timeline.slo.name
         self._finished.labels(timeline.finish_reason.value, name).inc()
         for phase, seconds in _phases(timeline).items():
-            self._phase[phase, name].observe(seconds)
-        for is_shared, seconds in timeline.tpot_by_sharing().items():
-            self._tpot.labels(_SHARED[is_shared], name).observe(seconds)
+            self._phase[phase].observe(seconds)
         if (is_met := timeline.tpot_met()) is not None:
             self._slo_tpot.labels(name, "met" if is_met else "missed").inc()
 

@@ -121,7 +121,6 @@ def test_scrape_has_all_metrics_of_dashboard_and_alerts(url: str) -> None:
         "crossdock_step_interval_share",
         "crossdock_step_outliers_total",
         "crossdock_time_to_first_token_seconds",
-        "crossdock_time_per_output_token_seconds",
         "crossdock_requests_refused_total",
         "crossdock_kv_cache_info",
         "crossdock_sleep_level",
