@@ -17,9 +17,9 @@ from crossdock.cluster.api.http.http_config import HttpConfig, ModelHttpConfig
 from crossdock.cluster.api.http.keys import check_keys
 from crossdock.router.fleet import RouterConfig
 from crossdock.router.scaling import ScalingConfig
-from crossdock.workers.model.weights.checkpoint import model_name
+from crossdock.workers.model.weights.checkpoint import model_name, resolve_model
 from crossdock.workers.replica.config import Device, EmulatedDevice, EngineConfig, ReplicaSpec, TransferConfig
-from crossdock.workers.report.presets import stored_profile, time_scale
+from crossdock.workers.report.presets import estimate, is_gpu, stored_profile, time_scale
 from crossdock.workers.report.profile import NO_ENCODE_POOLS, Role
 
 DEVICES = ("CPU", "GPU")  # Ray's names of what replicas reserve
@@ -134,8 +134,8 @@ class PoolConfig(BaseModel):
     emulated: str | None = Field(
         None,
         json_schema_extra={"format": "profile"},
-        description="Profile whose seconds the replicas take instead of computing: a preset of crossdock simulate or a "
-        "JSON file, `h100-8b*4` four times as slowly; null: they compute.",
+        description="Profile whose seconds the replicas take instead of computing: a preset of crossdock simulate, a "
+        "JSON file, or a GPU, `h100-tp2`, for the served model; `h100-8b*4` four times as slowly; null: they compute.",
     )
 
     @property
@@ -237,6 +237,11 @@ class ApplicationConfig(BaseModel):
         pattern=r"^(/|(/[A-Za-z0-9._~-]+)+)$",
         description="Path below which the API answers: /llm gives /llm/v1. No other application of the Ray cluster has "
         "it.",
+    )
+    room_timeout_s: float = Field(
+        900.0,
+        ge=0,
+        description="Seconds that crossdock serve waits for machines on which its replicas find room, before it ends.",
     )
 
     @property
@@ -365,7 +370,7 @@ class ClusterConfig(BaseModel):
             tensor_parallel_size=pool.tensor_parallel_size,
             pipeline_parallel_size=pool.pipeline_parallel_size,
             rank_timeout_s=pool.rank_timeout_s,
-            emulated=None if pool.emulated is None else emulated_device(pool.emulated),
+            emulated=None if pool.emulated is None else emulated_device(pool.emulated, model.path),
             lora_modules=model.lora_modules,
             device=pool.device,
         )
@@ -455,7 +460,8 @@ class ClusterConfig(BaseModel):
         if missing := [pool.name for pool in self.pools if pool.emulated is None]:
             raise ValueError(f"pools: set `emulated` for all pools or for none; these lack it: {', '.join(missing)}")
         for pool in self.pools:
-            emulated_device(pool.emulated or "")  # raises where there is no such profile
+            if not is_gpu(pool.emulated or ""):  # else the model is read before a start
+                emulated_device(pool.emulated or "")  # raises where there is no such profile
         if len({time_scale(pool.emulated or "") for pool in self.pools}) > 1:
             raise ValueError("pools: emulated must have the same *N in all: promises are slowed alike")
         if self.model.dtype != "auto":
@@ -518,10 +524,18 @@ _COMPUTING = {  # settings of engines that change how a model computes or where 
 
 
 @lru_cache
-def emulated_device(emulated: str) -> EmulatedDevice:
-    """Return the device of `PROFILE` or `PROFILE*N`. ValueError: there is no such profile, or it cannot be read."""
+def emulated_device(emulated: str, model: str | None = None) -> EmulatedDevice:
+    """Return the device of `PROFILE` or `PROFILE*N`, or of `GPU` for `model`, the name of the served model.
+
+    Raises:
+        ValueError: there is no such profile, or it cannot be read.
+    """
     try:
-        return EmulatedDevice(emulated, stored_profile(emulated))
+        if not is_gpu(emulated):
+            return EmulatedDevice(emulated, stored_profile(emulated))
+        profile = estimate(emulated.partition("*")[0], resolve_model(model, needs_weights=False))
+        scale = time_scale(emulated)
+        return EmulatedDevice(emulated, profile if scale == 1 else profile.slowed(scale))
     except ValueError as error:
         raise ValueError(f"emulated: {error}") from None
 

@@ -65,7 +65,13 @@ BELOW = {  # room: the rooms it may import besides itself
     },
     "workers/draft": {"workers/model", "workers/schedule"},
     "workers/model": {"workers/sandbox", "workers/schedule", "kvtransfer", "kernels"},
-    "workers/report": {"workers/schedule", "kvtransfer"},
+    # An estimated profile follows from a model's configuration, which is a stranger's file.
+    "workers/report": {
+        "workers/schedule",
+        "kvtransfer",
+        "workers/model/weights/scheme",
+        "workers/model/weights/untrusted",
+    },
     "workers/sandbox": set[str](),
     "workers/schedule": set[str](),
     "kvtransfer": set[str](),

@@ -281,7 +281,8 @@ PANELS: dict[str, tuple[Flag, ...]] = {
             kind=str,
             metavar="auto|cpu|cuda|emulated:PROFILE",
             help="Device of all ranks: cuda gives each a GPU (pools.*.num_gpus 1), cpu none; auto: a GPU where there "
-            "are any; emulated: steps take the seconds of a profile (pools.*.emulated), such as emulated:h100-8b.",
+            "are any; emulated: steps take the seconds of a profile (pools.*.emulated), such as emulated:h100-8b, "
+            "or of a GPU for MODEL, emulated:h100-tp2.",
         ),
         Flag(
             "--verbose",

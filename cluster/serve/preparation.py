@@ -3,13 +3,14 @@
 import os
 from pathlib import Path
 
-from crossdock.cluster.config import ClusterConfig, PoolConfig
+from crossdock.cluster.config import ClusterConfig, PoolConfig, emulated_device
 from crossdock.cluster.serve.checkpoint_check import check_checkpoint, describe_weights, require_same_model
 from crossdock.cluster.serve.gpus import check_cores_suffice, check_gpus_suffice, check_memory_suffices, with_num_gpus
 from crossdock.cluster.serve.model_check import check_model
 from crossdock.workers.model.loaders.objects import bytes_of_weights
 from crossdock.workers.model.memory.host_memory import free_on_host
 from crossdock.workers.model.weights.scheme import Scheme
+from crossdock.workers.report.presets import HOW_FAR_OFF
 
 
 def prepare(config: ClusterConfig, *, has_gpus: bool) -> list[str]:
@@ -37,6 +38,8 @@ def prepare(config: ClusterConfig, *, has_gpus: bool) -> list[str]:
     weights = "no weights: its devices are emulated" if config.is_emulated else describe_weights(path, scheme)
     lines = [f"Model: {path}: {weights}"]
     for pool in config.pools:
+        if pool.emulated is not None and emulated_device(pool.emulated, config.model.path).profile.is_estimate:
+            lines.append(f"Pool {pool.name}: {pool.emulated}: {HOW_FAR_OFF}")
         folder = path
         if pool.checkpoint is not None:
             folder, own = _checkpoint_of(pool, path, config)

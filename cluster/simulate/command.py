@@ -44,8 +44,8 @@ class SimulateFlags(Amount, SharedFlags):
         typer.Option(
             metavar="NAME=COUNTxPROFILE,…",
             help="Pools, in place of the file's: prefill=2xh100-8b,decode=6xh100-8b. PROFILE is a preset, "
-            "{a100,h100,h200,b200,l4}-{8b,70b,vl7b}[-tpN], a JSON file of `crossdock tune --profile`, or a URL; "
-            "PROFILE*N is N times as slow.",
+            "{a100,h100,h200,b200,l4,l40s,mi300x}-{8b,70b,vl7b}[-tpN], such a GPU for a model's directory, "
+            "h100[-tpN]:DIRECTORY, a JSON file of `crossdock tune --profile`, or a URL; PROFILE*N is N times as slow.",
         ),
     ] = None
     kv_cache_host_memory: Annotated[
@@ -97,11 +97,14 @@ class SimulateFlags(Amount, SharedFlags):
 def simulate(flags: SimulateFlags) -> None:
     """Simulate a cluster: the real scheduler and router, on a clock driven by measured or estimated step costs."""
     from crossdock.cluster.bench.plot import check_plot_file
+    from crossdock.workers.report.presets import HOW_FAR_OFF
 
     stderr = Console(stderr=True, soft_wrap=True, highlight=False)
     try:
         check_plot_file(flags.plot_file)
         fleet = _fleet(flags)
+        if estimated := [pool.name for pool in fleet.pools if pool.profile.is_estimate]:
+            stderr.print(f"[dim]{escape(', '.join(estimated))}: {HOW_FAR_OFF}[/dim]")
         if flags.find_rate is not None:
             _find_rate(fleet, flags, _targets(fleet, flags.slo or []))
             return

@@ -34,7 +34,8 @@ class SimulatedPool(BaseModel):
     replicas: int = Field(1, ge=0, description="How many run from the start, and the least when the pool shrinks.")
     max_replicas: int | None = Field(None, ge=1, description="Number that the pool may grow to; null: none.")
     profile: SchedulingProfile = Field(
-        description="A preset, such as h100-8b, a JSON file of `crossdock tune`, a server's URL."
+        description="A preset, such as h100-8b, a GPU and a model's directory, h100:DIRECTORY, a JSON file of "
+        "`crossdock tune`, or a server's URL."
     )
     engine: SchedulerConfig = Field(
         description="Settings that differ from the profile, or are not in it, e.g. prefill_order."
@@ -295,7 +296,8 @@ def _with_profile(pool: Any, folder: Path) -> Any:
 
 
 def read_profile(name: str, folder: Path = Path()) -> SchedulingProfile:
-    """Return a profile: a JSON file of `crossdock tune --profile`, that of a server's first replica, or a preset.
+    """Return a profile: a JSON file of `crossdock tune --profile`, that of a server's first replica, a preset, or
+    the estimate for `GPU:DIRECTORY`.
 
     Raises:
         ValueError: there is no such profile, or it cannot be read.

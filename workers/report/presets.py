@@ -1,7 +1,7 @@
 """Estimated profiles of GPUs that were not measured here, computed from published specifications.
 
-W are the bytes of the weights, P is their number, t the GPUs of a replica (tensor parallel), BW and FLOPS a GPU's
-published memory bandwidth and dense bf16 rate. With the achieved shares below:
+W are the bytes of the weights, P is the number that a token is multiplied by, t the GPUs of a replica (tensor
+parallel), BW and FLOPS a GPU's published memory bandwidth and dense rate. With the achieved shares below:
 
     base                = W / (t · BW · bandwidth share) + LAUNCH_S + 2 · layers · ALL_REDUCE_S where t > 1
     per_prefill_token   = 2 · P / (t · FLOPS · GEMM share) + all-reduced bytes / (link · bandwidth share)
@@ -11,8 +11,13 @@ published memory bandwidth and dense bf16 rate. With the achieved shares below:
 
 An all-reduce moves 2 · (t - 1) / t of a token's hidden state over each GPU's link, twice per layer. The times of
 reading weights and of multiplying by them are added, where a real step hides the shorter of the two: estimates are a
-little high for balanced steps. No breakpoint and no bound by launching kernels is assumed, which only a measurement
-shows. KV pages get the memory that the weights and a reserve of a tenth leave.
+little high for balanced steps. No bound by launching kernels is assumed, which only a measurement shows. KV pages get
+the memory that the weights and a reserve of a tenth leave.
+
+Weights in FP8 take the FP8 rate of a GPU that has one, and attention the bf16 rate. Of E experts a token is sent to k:
+`base` reads those of one token. With n tokens a step reads E · (1 - (1 - k/E)^n) of them, which is taken as a straight
+line to all experts at 2 · E/k rows (`per_early_row`, `breakpoint_rows`): at half of these rows the line has 0.5 and the
+curve 0.63, at the end 1 and 0.86. Layers with a window cost each token as much as a full window.
 
 An encoder of pictures with P parameters, `layers` of width `hidden` and p patches for each row of its output has
 
@@ -28,80 +33,57 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from crossdock.workers.model.weights.scheme import scheme_at
+from crossdock.workers.model.weights.untrusted import read_config_file
+from crossdock.workers.report.model_figures import (
+    BF16,
+    PAGE_SIZE,
+    ModelFigures,
+    PictureModel,
+    StoredNumber,
+    figures_of,
+    plain_figures,
+)
 from crossdock.workers.report.profile import SchedulingProfile, TierSize
 from crossdock.workers.schedule.cost.cost import StepCost
+from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.request.slo import DEFAULT_CLASSES
+
+HOW_FAR_OFF = (
+    "step seconds are estimated from data sheets: for an 8B model in bf16 on one H200, the only GPU that was measured, "
+    "0.80 to 1.28 times those measured; FP8, experts and several GPUs were not measured"
+)
+"""benchmarks/records/gpu.md has these figures."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """Published figures of one GPU: dense bf16 FLOP/s, bytes/s of memory and of its link (one direction), bytes."""
+    """Published figures of one GPU: dense bf16 and FP8 FLOP/s, bytes/s of memory and of its link (one direction),
+    bytes of memory."""
 
     flops: float
+    fp8_flops: float  # as in bf16 where it has no FP8
     bandwidth: float
     memory: float
     link: float
 
 
-# NVIDIA's data sheets. Where these give FLOP/s with sparsity, half of it.
+# The makers' data sheets. Where these give FLOP/s with sparsity, half of it.
 GPUS = {
-    "a100": Gpu(312e12, 2.039e12, 80e9, 300e9),  # 80 GB SXM; NVLink 600 GB/s, both directions
-    "h100": Gpu(989e12, 3.35e12, 80e9, 450e9),  # SXM5
-    "h200": Gpu(989e12, 4.8e12, 141e9, 450e9),  # SXM
-    "b200": Gpu(2250e12, 8.0e12, 180e9, 900e9),  # HGX
-    "l4": Gpu(121e12, 0.3e12, 24e9, 32e9),  # PCIe 4.0 x16
+    "a100": Gpu(312e12, 312e12, 2.039e12, 80e9, 300e9),  # 80 GB SXM; NVLink 600 GB/s, both directions
+    "h100": Gpu(989e12, 1979e12, 3.35e12, 80e9, 450e9),  # SXM5
+    "h200": Gpu(989e12, 1979e12, 4.8e12, 141e9, 450e9),  # SXM
+    "b200": Gpu(2250e12, 4500e12, 8.0e12, 180e9, 900e9),  # HGX
+    "l4": Gpu(121e12, 242e12, 0.3e12, 24e9, 32e9),  # PCIe 4.0 x16
+    "l40s": Gpu(362e12, 733e12, 0.864e12, 48e9, 32e9),  # PCIe 4.0 x16
+    "mi300x": Gpu(1307e12, 2615e12, 5.3e12, 192e9, 448e9),  # seven links of 128 GB/s, both directions
 }
 
-
-@dataclass(frozen=True, slots=True)
-class PictureModel:
-    """An encoder of pictures in bf16."""
-
-    parameters: float
-    layers: int
-    hidden: int
-    patches: int  # for each row of its output
-    row_bytes: int
-
-    @property
-    def weight_bytes(self) -> float:
-        return 2 * self.parameters
-
-
-@dataclass(frozen=True, slots=True)
-class Model:
-    """A dense transformer in bf16."""
-
-    parameters: float
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    max_model_len: int  # tokens
-    vocab_size: int = 128_256
-    encoder: PictureModel | None = None  # None: prompts are text alone
-
-    @property
-    def weight_bytes(self) -> float:
-        """Return the bytes that every step reads: those of the decoder."""
-        return 2 * self.parameters
-
-    @property
-    def held_bytes(self) -> float:
-        """Return the bytes of all weights."""
-        return self.weight_bytes + (self.encoder.weight_bytes if self.encoder is not None else 0)
-
-    @property
-    def token_bytes(self) -> int:
-        """Return the bytes of one token's keys and values, all layers."""
-        return 2 * 2 * self.layers * self.kv_heads * self.head_dim
-
-
 MODELS = {
-    "8b": Model(8.03e9, 32, 32, 8, 128, 131_072),  # the configurations of Llama 3.1
-    "70b": Model(70.6e9, 80, 64, 8, 128, 131_072),
-    "vl7b": Model(  # the configuration of Qwen2-VL-7B
+    "8b": plain_figures(8.03e9, 32, 32, 8, 128, 131_072, 128_256),  # the configurations of Llama 3.1
+    "70b": plain_figures(70.6e9, 80, 64, 8, 128, 131_072, 128_256),
+    "vl7b": plain_figures(  # the configuration of Qwen2-VL-7B
         7.62e9, 28, 28, 4, 128, 32_768, 152_064, PictureModel(0.675e9, 32, 1280, patches=4, row_bytes=2 * 3584)
     ),
 }
@@ -119,7 +101,8 @@ _NETWORK = 25e9  # bytes per second at which a GPU's KV pages travel: 200 Gbit/s
 
 _ROWS_CACHE = 256 << 20  # bytes of embeddings that a replica keeps: the default of --mm-encoder-cache
 
-_PAGE_SIZE = 16
+_TP = (1, 2, 4, 8)
+_BYTES = {"int4": 0.5, "nf4": 0.5, "e2m1": 0.5, "int8": 1.0, "e4m3": 1.0}  # of a number in these codes
 _MAX_NUM_SEQS = 256
 _MAX_NUM_BATCHED_TOKENS = 8192
 
@@ -137,8 +120,8 @@ def time_scale(name: str) -> float:
 
 
 def stored_profile(name: str, folder: Path = Path()) -> SchedulingProfile:
-    """Return a profile: a JSON file of `crossdock tune --profile` in `folder`, or a preset. That of `NAME*N` takes N
-    times as long for everything.
+    """Return a profile: a JSON file of `crossdock tune --profile` in `folder`, a preset, or an estimate for
+    `GPU:DIRECTORY`. That of `NAME*N` takes N times as long for everything.
 
     Raises:
         ValueError: there is no such profile, or it cannot be read.
@@ -147,6 +130,9 @@ def stored_profile(name: str, folder: Path = Path()) -> SchedulingProfile:
     name = name.partition("*")[0]
     if scale != 1:
         return stored_profile(name, folder).slowed(scale)
+    gpu, colon, model = name.partition(":")
+    if colon and is_gpu(gpu):
+        return estimate(gpu, folder / Path(model).expanduser())
     path = folder / name
     if not name.endswith(".json"):
         return preset(name)
@@ -162,45 +148,88 @@ def stored_profile(name: str, folder: Path = Path()) -> SchedulingProfile:
         raise ValueError(f"profile: {path}: not JSON: {error}") from None
 
 
+def is_gpu(name: str) -> bool:
+    """Return whether `name`, without `*N`, is a GPU of a data sheet and how many of them: `h100`, `h100-tp4`."""
+    gpu, dash, num_gpus = name.partition("*")[0].partition("-tp")
+    return gpu in GPUS and (num_gpus in map(str, _TP) if dash else True)
+
+
+def estimate(gpu: str, folder: Path) -> SchedulingProfile:
+    """Return the estimated profile of the model in `folder` on `GPU[-tpN]`, by its config.json alone.
+
+    Pictures have no estimate: prompts are text alone.
+
+    Raises:
+        ValueError: config.json cannot be read, does not say what a step's cost follows from, or weights do not fit.
+    """
+    name = f"{gpu}:{folder}"
+    try:
+        fields = read_config_file(folder)
+        scheme = scheme_at(folder)
+        inner = [each for name in ("text_config", "llm_config") if isinstance(each := fields.get(name), dict)]
+
+        def stored(matrix: str) -> StoredNumber:
+            form = scheme.form_of(matrix)
+            if form is None or matrix in ("model.embed_tokens", "router"):
+                return BF16
+            shared = (form.group or 1 << 20) * (form.block_rows or 1 << 20)
+            return StoredNumber(_BYTES[form.kind] + form.scale_bytes / shared, form.kind == "e4m3")
+
+        model = figures_of(fields | (inner[0] if inner else {}), stored)
+    except OSError as error:
+        raise ValueError(f"profile: {name}: config.json cannot be read: {error.strerror}") from None
+    except ValueError as error:
+        raise ValueError(f"profile: {name}: {error}") from None
+    gpu_name, _, num_gpus = gpu.partition("-tp")
+    return _profile(name, GPUS[gpu_name], model, num_gpus, folder.name)
+
+
 def preset(name: str) -> SchedulingProfile:
     """Return the estimated profile of a replica, e.g. `h100-8b` or `a100-70b-tp4`. Without `-tpN` the replica
-    has the least power of two of GPUs that leaves a third of their memory to KV pages.
+    has the least power of two of GPUs that leaves a third of their memory to KV pages, or 8.
 
     Raises:
         ValueError: there is no such GPU or model, or it does not fit.
     """
     gpu_name, _, rest = name.partition("-")
-    model_name, _, tp_text = rest.partition("-tp")
-    if gpu_name not in GPUS or model_name not in MODELS or (tp_text and tp_text not in ("1", "2", "4", "8")):
+    model_name, _, num_gpus = rest.partition("-tp")
+    if gpu_name not in GPUS or model_name not in MODELS or (num_gpus and num_gpus not in map(str, _TP)):
         raise ValueError(
-            f"profile: {name!r} is neither a file nor GPU-MODEL[-tpN] with a GPU of {', '.join(GPUS)}, a model of "
-            f"{', '.join(MODELS)} and N of 1, 2, 4, 8"
+            f"profile: {name!r} is neither a file nor GPU-MODEL[-tpN] or GPU[-tpN]:DIRECTORY with a GPU of "
+            f"{', '.join(GPUS)}, a model of {', '.join(MODELS)} and N of 1, 2, 4, 8"
         )
-    gpu = GPUS[gpu_name]
-    model = MODELS[model_name]
-    sizes = [int(tp_text)] if tp_text else [1, 2, 4, 8]
-    wanted = _RESERVE if tp_text else _RESERVE + 1 / 3
-    tp = next((tp for tp in sizes if tp * gpu.memory * (1 - wanted) >= model.held_bytes), None)
-    if tp is None:
+    return _profile(name, GPUS[gpu_name], MODELS[model_name], num_gpus, model_name)
+
+
+def _profile(name: str, gpu: Gpu, model: ModelFigures, num_gpus: str, model_name: str) -> SchedulingProfile:
+    """Return the estimate of a model on `num_gpus` GPUs; empty: on as many as it needs."""
+    enough = (tp for tp in _TP if tp * gpu.memory * (1 - _RESERVE - 1 / 3) >= model.held_bytes)
+    tp = int(num_gpus) if num_gpus else next(enough, _TP[-1])
+    if tp * gpu.memory * (1 - _RESERVE) < model.held_bytes:
+        more = "; give it more GPUs with -tpN" if tp < _TP[-1] else ""
         raise ValueError(
-            f"profile: {name}: weights of {model.held_bytes / 1e9:.0f} GB do not fit {sizes[-1]} x "
-            f"{gpu.memory / 1e9:.0f} GB; give it more GPUs with -tpN"
+            f"profile: {name}: weights of {model.held_bytes / 1e9:.0f} GB do not fit {tp} x {gpu.memory / 1e9:.0f} GB"
+            f"{more}"
         )
+    num_pages = int((tp * gpu.memory * (1 - _RESERVE) - model.held_bytes) / model.page_bytes)
+    longest = int(PageNeeds(PAGE_SIZE, model.windows, _MAX_NUM_BATCHED_TOKENS).longest_prompt(num_pages))
     return SchedulingProfile(
-        max_model_len=min(model.max_model_len, _kv_tokens(gpu, model, tp)),
+        max_model_len=min(model.max_model_len, longest),
         vocab_size=model.vocab_size,
-        page_size=_PAGE_SIZE,
-        num_pages=_kv_tokens(gpu, model, tp) // _PAGE_SIZE,
+        page_size=PAGE_SIZE,
+        num_pages=num_pages,
+        windows=model.windows,
         max_num_batched_tokens=_MAX_NUM_BATCHED_TOKENS,
         max_num_seqs=_MAX_NUM_SEQS,
         slo_classes=DEFAULT_CLASSES,
         compatibility=model_name,
         weights=model_name,
-        page_bytes=model.token_bytes * _PAGE_SIZE,
+        page_bytes=model.page_bytes,
         bytes_per_second=_NETWORK * tp,
         tiers=(TierSize(name="host", num_bytes=0, bytes_per_second=_HOST * tp),),
         tensor_parallel_size=tp,
         runs_ahead=True,
+        is_estimate=True,
         cost=_cost(gpu, model, tp),
         encoder_cost=_encoder_cost(gpu, model.encoder) if model.encoder is not None else None,
         encoder_tokens=_ROWS_CACHE // model.encoder.row_bytes if model.encoder is not None else 0,
@@ -217,20 +246,25 @@ def _encoder_cost(gpu: Gpu, encoder: PictureModel) -> EncoderCost:
     )
 
 
-def _kv_tokens(gpu: Gpu, model: Model, tp: int) -> int:
-    tokens = int((tp * gpu.memory * (1 - _RESERVE) - model.held_bytes) / model.token_bytes)
-    return tokens - tokens % _PAGE_SIZE
-
-
-def _cost(gpu: Gpu, model: Model, tp: int) -> StepCost:
+def _cost(gpu: Gpu, model: ModelFigures, tp: int) -> StepCost:
     bandwidth = tp * gpu.bandwidth * _BANDWIDTH_SHARE
-    flops = tp * gpu.flops
-    reduced = 2 * model.layers * 2 * (tp - 1) / tp * 2 * model.heads * model.head_dim  # bytes over each GPU's link
-    per_token = 2 * model.parameters / (flops * _GEMM_SHARE) + reduced / (gpu.link * _BANDWIDTH_SHARE)
+    attention = tp * gpu.flops * _ATTENTION_SHARE
+    products = 2 * (model.parameters - model.fp8_parameters) / (tp * gpu.flops * _GEMM_SHARE)
+    products += 2 * model.fp8_parameters / (tp * gpu.fp8_flops * _GEMM_SHARE)
+    reduced = 2 * model.layers * 2 * (tp - 1) / tp * 2 * model.hidden  # bytes over each GPU's link
+    per_token = products + reduced / (gpu.link * _BANDWIDTH_SHARE)
+    read = model.weight_bytes
+    rest = every = 0.0
+    if (experts := model.experts) is not None:
+        read += experts.num_bytes * experts.chosen / experts.in_layer
+        rest = experts.num_bytes * (1 - experts.chosen / experts.in_layer)
+        every = 2 * experts.in_layer / experts.chosen
     return StepCost(
-        base=model.weight_bytes / bandwidth + _LAUNCH_S + (2 * model.layers * _ALL_REDUCE_S if tp > 1 else 0),
-        per_prefill_token=per_token,
-        per_attended=4 * model.layers * model.heads * model.head_dim / (flops * _ATTENTION_SHARE),
-        per_decode=per_token + _SAMPLE_S,
+        base=read / bandwidth + _LAUNCH_S + (2 * model.layers * _ALL_REDUCE_S if tp > 1 else 0),
+        per_prefill_token=per_token + model.window_flops / attention,
+        per_attended=model.pair_flops / attention,
+        per_decode=per_token + _SAMPLE_S + model.window_bytes / bandwidth,
         per_context=model.token_bytes / bandwidth,
+        breakpoint_rows=every,
+        per_early_row=rest / bandwidth / every if every else 0.0,
     )

@@ -71,6 +71,7 @@ class SchedulingProfile(BaseModel):
     keeps_items_whole: bool = False  # chunks may not end inside a picture
     interval_share: float = 1.0  # interval of the steps of a full pipeline / seconds of one; see `IntervalShare`
     overrun: float = 1.0  # see `StepCostFit`
+    is_estimate: bool = False  # computed from data sheets, not measured
     start_s: float = 0.0  # that its start took, from the process on; 0: unknown
 
     @classmethod

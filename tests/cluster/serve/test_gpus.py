@@ -1,5 +1,7 @@
 """GPUs follow the device: one for each rank where Ray finds any, a clear error where there are too few."""
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +12,9 @@ from crossdock.cluster.serve import app
 from crossdock.cluster.serve.flag_settings import configuration
 from crossdock.cluster.serve.flags import PANELS
 from crossdock.cluster.serve.gpus import check_cores_suffice, check_gpus_suffice, check_memory_suffices, with_num_gpus
-from crossdock.cluster.serve.preparation import require_devices
-from crossdock.workers.report.presets import preset
+from crossdock.cluster.serve.preparation import prepare, require_devices
+from crossdock.workers.report.presets import HOW_FAR_OFF, preset
+from crossdock.workers.schedule.request.slo import DEFAULT_CLASSES
 
 
 def with_flags(**given: Any) -> ClusterConfig:
@@ -135,6 +138,25 @@ def test_emulated_pools_ask_for_no_gpu_and_their_promises_are_as_slow_as_their_s
         assert spec.emulated.profile.cost == preset("h100-8b").cost.slowed(4)
         promises = [(slo.ttft_s, slo.tpot_s) for slo in spec.engine.slo_classes]
         assert promises == [(4 * slo.ttft_s, 4 * slo.tpot_s) for slo in config.engine.slo_classes]
+
+
+def test_emulated_gpu_without_a_model_computes_the_served_one(tmp_path: Path) -> None:
+    """`--device emulated:h200-tp2*4`: config.json is enough, and a start says how far off estimates were."""
+    sizes = {"num_hidden_layers": 32, "hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32}
+    sizes |= {"num_key_value_heads": 8, "vocab_size": 128256, "max_position_embeddings": 131072}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "tie_word_embeddings": False, **sizes}))
+    (tmp_path / "tokenizer.json").write_text("{}")
+    config = with_flags(device="emulated:h200-tp2*4", model=str(tmp_path))
+    emulated = config.replica_spec(config.pools[0]).emulated
+    assert emulated is not None
+    assert emulated.name == "h200-tp2*4"
+    assert emulated.profile.cost.base == pytest.approx(4 * preset("h200-8b-tp2").cost.base, rel=1e-3)
+    assert emulated.profile.bytes_per_second == pytest.approx(preset("h200-8b-tp2").bytes_per_second / 4)
+    assert [slo.tpot_s for slo in config.with_slow_promises().engine.slo_classes] == [
+        4 * slo.tpot_s for slo in DEFAULT_CLASSES
+    ]
+    _, line = prepare(config, has_gpus=False)
+    assert line == f"Pool mixed: h200-tp2*4: {HOW_FAR_OFF}"
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from tests.cluster.simulate.small_fleets import profile
     [
         ({"pools": []}, "pools must have different names"),
         ({"pools": [{"name": "a", "profile": "h100-9b"}]}, "'h100-9b' is neither a file nor GPU-MODEL"),
-        ({"pools": [{"name": "a", "profile": "l4-70b"}]}, "do not fit"),
+        ({"pools": [{"name": "a", "profile": "l4-70b-tp4"}]}, "do not fit"),
         ({"pools": [{"name": "a", "profile": "none.json"}]}, "none.json: cannot be read"),
         ({"pools": [{"name": "a", "profile": "h100-8b*0"}]}, r"must be a profile, or PROFILE\*N with N of 0.01 to"),
         ({"pools": [{"name": "a"}]}, "pools.0.profile: field required"),
