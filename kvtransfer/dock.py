@@ -9,43 +9,20 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Sequence
 
 from crossdock.kvtransfer.calls import (
-    AskCall,
-    CancelExpectCall,
-    CancelShipCall,
-    ChunkCall,
     DockCall,
-    ExpectCall,
-    FinishCall,
-    GrantCall,
-    OfferCall,
-    PeerDeadCall,
-    ShipCall,
-    WaitCall,
     check_pages,
 )
-from crossdock.kvtransfer.events import Asked, Event
-from crossdock.kvtransfer.layout import IncompatiblePools, PoolSpec
-from crossdock.kvtransfer.messages import MAX_PAUSE_S, Abort, AskPrefix, Grant, MalformedMessage, Wait, decode, encode
-from crossdock.kvtransfer.next_write import TargetRank
-from crossdock.kvtransfer.peers import Peers
-from crossdock.kvtransfer.plan import bytes_by_group, plan_writes, source_ranks
-from crossdock.kvtransfer.protocol_outputs import ProtocolOutput, Send, Write
-from crossdock.kvtransfer.receiver import Receiver
-from crossdock.kvtransfer.sender import Sender
+from crossdock.kvtransfer.dock_core import MAX_WRITE_BYTES, DockCore, DockCounts, Partner
+from crossdock.kvtransfer.events import Event
+from crossdock.kvtransfer.layout import PoolSpec
 from crossdock.kvtransfer.transport import (
     Memory,
     Peer,
-    PeerLost,
-    Received,
     Transport,
     TransportEvent,
-    WriteDone,
-    WriteFailed,
 )
 
 logger = logging.getLogger(__name__)
@@ -57,18 +34,6 @@ _PAUSE_SHARE = 0.125
 late by at most this share of the time it took to come, and a transfer whose prompt is still being computed costs few
 polls. `python benchmarks/page_transfers.py` measures both."""
 _MAX_PAUSE_SECONDS = 0.005
-_Partner: TypeAlias = tuple[Peer, tuple[int, ...]]
-"""A rank of the other replica, and the bytes of a page of each group of layers that one of the two writes."""
-
-
-@dataclass(frozen=True, slots=True)
-class DockCounts:
-    """Messages dropped since the dock was opened, and transfers under way now."""
-
-    num_malformed: int  # messages that are damaged, or of another protocol
-    num_unknown: int  # messages about a transfer or an epoch that is over, or never was
-    num_open: int  # transfers, both directions
-    num_open_writes: int
 
 
 class Dock:
@@ -89,7 +54,7 @@ class Dock:
         on_event: Callable[[Event], None],
         *,
         grace_seconds: float = 1.0,
-        max_write_bytes: int = 32 << 20,
+        max_write_bytes: int = MAX_WRITE_BYTES,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if memory.nbytes < spec.nbytes:
@@ -97,18 +62,12 @@ class Dock:
         self.name = f"{role}-{uuid.uuid4().hex}"
         self.spec = spec
         self._transport = transport
-        self._on_event = on_event
         self._clock = clock
-        self.blob = Peer(self.name, transport.kind, transport.open(self.name, memory), spec).pack()
+        self.blob = blob = Peer(self.name, transport.kind, transport.open(self.name, memory), spec).pack()
         """The blob that the other side's `ship` or `expect` needs to reach this dock."""
-        self._sender = Sender(spec.rank, spec.page_size, max_write_bytes)
-        self._receiver = Receiver(spec.page_size, self.blob, grace_seconds)
-        self._peers = Peers(transport, spec)
-        self._writes: dict[int, tuple[str, int, str]] = {}  # request, epoch, peer
-        self._calls: deque[tuple[DockCall, dict[str, _Partner], float]] = deque()  # each with its partners and its time
-        self._num_malformed = 0
+        self._core = DockCore(transport, spec, blob, on_event, grace_seconds, max_write_bytes, clock)
+        self._calls: deque[tuple[DockCall, dict[str, Partner], float]] = deque()  # each with its partners and its time
         self._num_failed_polls = 0
-        self._counts = DockCounts(0, 0, 0, 0)
         self._is_closing = False
         self._error: BaseException | None = None
         self._last_event_at = clock()
@@ -122,7 +81,7 @@ class Dock:
             RuntimeError: the dock is closed, or has failed.
         """
         check_pages(call, self.spec)
-        partners = self._partners(call)
+        partners = self._core.partners_of(call)
         if self._error or self._is_closing:
             raise RuntimeError("the dock is closed") from self._error
         self._calls.append((call, partners, self._clock()))
@@ -141,12 +100,12 @@ class Dock:
         """
         if self._error:
             raise RuntimeError("the dock is closed") from self._error
-        return self._counts
+        return self._core.counts
 
     def drain(self, timeout: float) -> bool:
         """Wait until no transfer is under way, at most `timeout` seconds. Return whether that was reached."""
         end = time.monotonic() + timeout
-        while self._calls or self._counts.num_open:
+        while self._calls or self._core.counts.num_open:
             if time.monotonic() > end or not self._thread.is_alive():
                 return False
             time.sleep(0.005)
@@ -157,36 +116,6 @@ class Dock:
         self._is_closing = True
         self._transport.wake()
         self._thread.join()
-
-    def _partners(self, call: DockCall) -> dict[str, _Partner]:
-        """Return the ranks that a new transfer goes to or comes from, by name."""
-        match call:
-            case ShipCall():
-                peers = self._peers.unpack(call.peers)
-                return {
-                    peer.name: (peer, page_bytes)
-                    for peer in peers
-                    if any(page_bytes := bytes_by_group(plan_writes(self.spec, peer.spec)))
-                }
-            case ExpectCall():
-                peers = self._peers.unpack(call.peers)
-                sources = {
-                    peer.name: (peer, page_bytes)
-                    for peer in peers
-                    if any(page_bytes := bytes_by_group(plan_writes(peer.spec, self.spec)))
-                }
-                wanted = source_ranks(peers[0].spec, self.spec)
-                if sorted(peer.spec.rank for peer, _ in sources.values()) != list(wanted):
-                    raise IncompatiblePools(f"ranks {wanted} write to this one; blobs of {len(peers)} were given")
-                return sources
-            case AskCall(peer=blob):
-                (peer,) = self._peers.unpack([blob])
-                return {peer.name: (peer, ())}
-            case PeerDeadCall(blob):
-                peer = Peer.unpack(blob)
-                return {peer.name: (peer, ())}
-            case _:
-                return {}
 
     # -- the thread ------------------------------------------------------------------------------------------------
 
@@ -205,59 +134,11 @@ class Dock:
         if events or self._calls:
             self._last_event_at = self._clock()
         while self._calls:
-            self._perform(self._make(*self._calls[0]))
+            self._core.make(*self._calls[0])
             self._calls.popleft()  # only now: `drain` sees the call or the transfer that it began
         for event in events:
-            self._perform(self._handle(event, self._clock()))
-        # Arrivals come before deadlines: a process that was stopped for a while must not blame others for its silence.
-        now = self._clock()
-        if now >= self._next_deadline():
-            self._perform(self._sender.tick(now) + self._receiver.tick(now))
-
-    def _make(self, call: DockCall, partners: Mapping[str, _Partner], called_at: float) -> list[ProtocolOutput]:
-        """Make a call on the sender or the receiver. `partners`: of a transfer that begins, or that have died."""
-        now = self._clock()
-        match call:
-            case ShipCall(request, epoch, _, deadline_s):
-                self._peers.meet((peer for peer, _ in partners.values()), self._busy)
-                targets = {
-                    name: TargetRank(
-                        peer.spec.num_pages,
-                        page_bytes,
-                        len(source_ranks(self.spec, peer.spec)),
-                        has_state=bool(peer.spec.state),
-                    )
-                    for name, (peer, page_bytes) in partners.items()
-                }
-                outputs = self._sender.ship(request, epoch, targets, deadline_s, now)
-            case ExpectCall(request, epoch, _, deadline_s):
-                self._peers.meet((peer for peer, _ in partners.values()), self._busy)
-                sources = {name: (peer.spec.rank, page_bytes) for name, (peer, page_bytes) in partners.items()}
-                outputs = self._receiver.expect(request, epoch, sources, deadline_s, now)
-            case AskCall(request, epoch, _, peers, hashes):
-                self._peers.meet((peer for peer, _ in partners.values()), self._busy)
-                outputs = [Send(name, AskPrefix(request, epoch, peers, hashes)) for name in partners]
-            case OfferCall(request, epoch, num_tokens):
-                outputs = self._sender.offer(request, epoch, num_tokens)
-            case ChunkCall(request, groups, num_tokens):
-                outputs = self._sender.chunk(request, groups, num_tokens, now)
-            case FinishCall(request, groups, num_tokens, result, state_pages):
-                # With CMA this thread may have been inside a write, which was hidden behind computing until the call.
-                outputs = self._sender.finish(request, groups, num_tokens, result, called_at, state_pages)
-            case GrantCall(request, epoch, first_page, groups, state_pages):
-                outputs = self._receiver.grant(request, epoch, first_page, groups, now, state_pages)
-            case CancelShipCall(request, epoch):
-                outputs = self._sender.cancel(request, epoch, now)
-            case CancelExpectCall(request, epoch):
-                outputs = self._receiver.cancel(request, epoch, now)
-            case WaitCall(request, epoch, seconds):
-                pause = min(seconds, MAX_PAUSE_S)
-                outputs = self._receiver.wait(request, epoch, pause, now) + self._sender.wait(request, epoch, pause)
-            case PeerDeadCall():
-                for name in partners:
-                    self._peers.note_death(name)
-                outputs = []
-        return outputs + self._lose_dead(partners, now)
+            self._core.handle(event)
+        self._core.tick()
 
     def _poll(self) -> Sequence[TransportEvent]:
         """Poll the transport. A poll may fail for a passing reason; raises what many polls in a row raise."""
@@ -274,95 +155,13 @@ class Dock:
         self._num_failed_polls = 0
         return events
 
-    def _next_deadline(self) -> float:
-        return min(self._sender.next_deadline, self._receiver.next_deadline)
-
     def _poll_seconds(self) -> float:
         """Return how long the next poll may block."""
         if self._calls:
             return 0.0
-        if not self._counts.num_open:
+        if not self._core.counts.num_open:
             return self._transport.idle_seconds
         # A transfer is open for as long as its prompt is computed, and silent for most of that time.
         now = self._clock()
         pause = min((now - self._last_event_at) * _PAUSE_SHARE, _MAX_PAUSE_SECONDS)
-        return min(max(self._transport.busy_seconds, pause), max(0.0, self._next_deadline() - now))
-
-    def _count(self) -> None:
-        num_unknown = self._sender.num_unknown + self._receiver.num_unknown
-        num_open = len(self._sender) + len(self._receiver)
-        self._counts = DockCounts(self._num_malformed, num_unknown, num_open, len(self._writes))
-
-    def _handle(self, event: TransportEvent, now: float) -> list[ProtocolOutput]:
-        match event:
-            case Received(peer, data):
-                return self._receive(peer, data, now)
-            case WriteDone(number) if number in self._writes:
-                return self._sender.write_done(*self._writes.pop(number), now)
-            case WriteFailed(number, detail) if number in self._writes:
-                return self._sender.write_failed(*self._writes.pop(number), detail, now)
-            case PeerLost(peer, detail):
-                return self._lose(peer, self._transport.lost_is_fence, detail, now)
-            case _:
-                return []  # the end of a write that was reported as failed when it began
-
-    def _receive(self, peer: str, data: bytes, now: float) -> list[ProtocolOutput]:
-        try:
-            message = decode(data)
-            if isinstance(message, AskPrefix):
-                return [Asked(message.request, message.epoch, message.peers, message.hashes)]
-            if isinstance(message, Abort) and peer not in self._peers:
-                self._peers.introduce(peer, message.blob, self._busy)
-            if isinstance(message, Grant | Abort) or (isinstance(message, Wait) and not message.is_from_source):
-                return self._sender.receive(peer, message, now)
-            return self._receiver.receive(peer, message, now)
-        except Exception as error:  # of any kind: no message of another process may end this dock
-            self._num_malformed += 1
-            is_bug = not isinstance(error, MalformedMessage | ValueError)
-            logger.warning("dropped a message of %s: %s", peer, error, exc_info=is_bug)
-            return []
-
-    def _lose(self, peer: str, is_dead: bool, detail: str, now: float) -> list[ProtocolOutput]:
-        self._peers.disconnect(peer, is_idle=peer not in self._busy())
-        lost = self._sender.peer_lost(peer, is_dead, detail, now)
-        return lost + self._receiver.peer_lost(peer, is_dead, detail, now)
-
-    def _lose_dead(self, names: Iterable[str], now: float) -> list[ProtocolOutput]:
-        """Lose those of the peers that are known to be dead. A transfer may begin after its peer's death is known."""
-        lost = (self._lose(name, True, f"{name} is dead", now) for name in self._peers.bury(names))
-        return [output for outputs in lost for output in outputs]
-
-    def _busy(self) -> set[str]:
-        """Return the names of the peers of all transfers under way."""
-        return self._sender.peers() | self._receiver.peers()
-
-    def _perform(self, outputs: Sequence[ProtocolOutput]) -> None:
-        for output in outputs:
-            match output:
-                case Send(peer, message):
-                    try:
-                        self._peers.connect(peer)
-                        self._transport.send(peer, encode(message))
-                    except Exception:  # as if the message had been lost, which every transfer survives
-                        logger.exception("a message to %s was not sent", peer)
-                case Write():
-                    self._write(output)
-                case _:
-                    self._on_event(output)
-        self._count()
-
-    def _write(self, write: Write) -> None:
-        peer = write.peer
-        message = write.message
-        try:
-            self._peers.connect(peer)
-            number = self._transport.write(peer, write.copies, encode(message))
-        except Exception as error:
-            logger.exception("a write to %s did not begin", peer)
-            # Even if a write to the peer has begun.
-            self._peers.disconnect(peer, is_idle=False)
-            detail = f"{type(error).__name__}: {error}"
-            now = self._clock()
-            self._perform(self._sender.write_failed(message.request, message.epoch, peer, detail, now))
-        else:
-            self._writes[number] = message.request, message.epoch, peer
+        return min(max(self._transport.busy_seconds, pause), max(0.0, self._core.next_deadline - now))

@@ -18,6 +18,10 @@ class Clock:
         self._count += 1
         heappush(self._events, (time, not is_step, self._count, event))
 
+    def time(self) -> float:
+        """Return the time, in seconds, as a clock of an engine does."""
+        return self.now
+
     @property
     def is_due(self) -> bool:
         """Return whether any event is left."""

@@ -151,6 +151,7 @@ def clocked_engine(
     settings = {"enable_prefix_caching": pool.enable_prefix_caching, "max_loras": adapters.slots}
     config = EngineConfig.model_validate(pool.engine.model_dump() | settings)
     depth = profile.pipeline_parallel_size
+    page_bytes = max(profile.page_bytes, profile.page_size)  # a profile may not say it
     stages = Stages.of(depth, profile.interval_share)
     tiers = SimulatedTiers(profile, clock)
     pages = PagePool(
@@ -161,26 +162,26 @@ def clocked_engine(
         profile.state_pages,
         tiers.evicted if tiers.tiers.tiers else None,
     )
-    runner = EmulatedRunner(profile.cost, profile.encoder_cost, stages, lambda: clock.now, noise.vary)
+    runner = EmulatedRunner(profile.cost, profile.encoder_cost, stages, clock.time, noise.vary)
     executor = Executor(
         config,
         runner,
-        EmulatedSampler(DrawnDrafts(pool.draft_acceptance, noise.seed), lambda: clock.now, _never_late),
+        EmulatedSampler(DrawnDrafts(pool.draft_acceptance, noise.seed), clock.time, _never_late),
         NoGrammars(),
         pages,
-        Memory(0, profile.num_pages * profile.page_bytes, bytes_per_second=profile.bytes_per_second),
+        Memory(0, profile.num_pages * page_bytes, bytes_per_second=profile.bytes_per_second),
         profile.max_model_len,
         TOKEN + 1,
         (),
         is_ahead=profile.runs_ahead and depth == 1 and speculative is None,
         check=lambda _: None,
-        spec_of=lambda name: pool_spec_of(profile, profile.page_size, profile.page_bytes, profile.num_pages, name),
+        spec_of=lambda name: pool_spec_of(profile, profile.page_size, page_bytes, profile.num_pages, name),
         encoding=Encoding(profile.encoder_tokens or _ROWS, profile.encoder_cost, profile.keeps_items_whole),
         speculation=SimulatedDrafts(DraftPolicy(speculative)) if speculative is not None else None,
         adapters=SimulatedAdapterLoads(clock, adapters.load_s) if adapters.count else None,
         tiers=cast("TierStore", tiers),
     )
-    engine = Engine(executor, lambda: clock.now)
+    engine = Engine(executor, clock.time)
     engine.scheduler.learn(profile.cost, max(profile.overrun, noise.overrun), stages.interval_share)
     return runner, engine
 

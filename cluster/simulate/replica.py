@@ -14,13 +14,19 @@ from typing import Protocol, TypeAlias
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.device import TOKEN, Noise, clocked_engine
 from crossdock.cluster.simulate.fleet import SimulatedAdapters, SimulatedPool
+from crossdock.cluster.simulate.virtual_dock import VirtualDock, VirtualNetwork
+from crossdock.kvtransfer.events import Event, Figures
+from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.engine.emulated import EmulatedRunner
-from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.replica.engine.pipeline import StepInFlight
+from crossdock.workers.replica.transfer.handover import Handover
 from crossdock.workers.report.publisher import Publisher
 from crossdock.workers.schedule.fast_forward import advance, steady_steps
 from crossdock.workers.schedule.request.batch import Batch
+from crossdock.workers.schedule.request.page_hashes import PageHash
 from crossdock.workers.schedule.request.request import Request, TokenDelta, adapter_work
+from crossdock.workers.schedule.request.submission import Submission
 from crossdock.workers.schedule.scheduler import Scheduler
 
 Action: TypeAlias = Callable[[float], None]
@@ -30,20 +36,14 @@ Action: TypeAlias = Callable[[float], None]
 class Observer(Protocol):
     """Gets the results of a replica's work: the simulation."""
 
-    def scheduled(self, replica: "SimulatedReplica", batch: Batch, now: float) -> None:
-        """Note that a step begins."""
-
     def streamed(self, requests: Sequence[Request], times: Sequence[float]) -> None:
         """Note that each of the requests has made a token at each of the times."""
 
     def stepped(self, replica: "SimulatedReplica", batch: Batch, deltas: Sequence[TokenDelta], now: float) -> None:
         """Note that a step has ended."""
 
-    def granted(self, replica: "SimulatedReplica", granted: Request, now: float) -> None:
-        """Note that there are pages for a prompt that another replica computes."""
-
-    def returned(self, replica: "SimulatedReplica", returned: Request, now: float) -> None:
-        """Note that a request has ended on the replica to make way for a more urgent one."""
+    def told(self, replica: "SimulatedReplica", deltas: Sequence[TokenDelta], now: float) -> None:
+        """Note what is new of requests, between two steps too."""
 
     def published(self, replica: "SimulatedReplica", now: float) -> None:
         """Report the replica's live profile to the routers and the scaler."""
@@ -65,6 +65,7 @@ class SimulatedReplica:
     pool: SimulatedPool
     clock: Clock
     observer: "Observer"  # gets the results of its work
+    network: VirtualNetwork
     noise: Noise
     publish_s: float  # from one live profile to the next while requests come and go, at least
     at_once: bool = True  # False: one step after the other, to compare with
@@ -78,22 +79,40 @@ class SimulatedReplica:
     num_decoded: int = 0
     step_s: float = 0.0  # of the last step, without the time before the one before it ended
     engine: Engine = field(init=False)
+    handover: Handover = field(init=False)
     publisher: Publisher = field(init=False)
     _inbox: deque[tuple[Action, str | None]] = field(default_factory=deque)  # with the request that an action ends
     _is_between: bool = False  # two steps
     _flights: deque[_Flight] = field(default_factory=deque)  # oldest first
     _runner: EmulatedRunner = field(init=False)
     _since: float = 0.0  # when the oldest step in flight began, or the step before it ended
+    _looks_at: float = -1.0  # when it looks again, although nothing happens
     _version: int = 0  # of the plan that is in the clock
 
     def __post_init__(self) -> None:
         self._runner, self.engine = clocked_engine(self.pool, self.clock, self.noise, self.adapters)
         self.publisher = Publisher(self.scheduler, self.name, self.publish_s)
         self.engine.watch_loads(self._post_now)
+        config = TransferConfig.model_validate({})
+        rates = self.pool.profile.bytes_per_second, self.pool.gpus
+        dock = VirtualDock(self.name, self.engine.pool_spec(""), self.network, *rates, config.grace_s, self._on_event)
+        self.handover = Handover(self.engine, dock, config, self._transferred)
 
     @property
     def scheduler(self) -> Scheduler:
         return self.engine.scheduler
+
+    def add(self, submission: Submission, page_hashes: Sequence[PageHash], now: float) -> None:
+        """Queue an attempt at a request. Raises what `Engine.add` and `Handover.add` raise."""
+        self.engine.add(submission, now, page_hashes=page_hashes)
+        self.handover.add(submission)
+
+    def abort(self, request_id: str, attempt: int) -> None:
+        """End an attempt at a request, or an earlier one. No step in flight may compute it."""
+        request = self.scheduler.table.get(request_id)
+        if request is not None and request.epoch <= attempt:
+            self.engine.abort(request_id)
+            self.handover.aborted(request)
 
     def post(self, action: Action, now: float, ends: str | None = None) -> None:
         """Run `action` between two steps. `ends`: the request that `action` ends: no step in flight may compute it."""
@@ -126,6 +145,7 @@ class SimulatedReplica:
             self._pass(flight, bisect_right(flight.ends, now, hi=len(flight.ends) - 1))
             self.busy_s += now - self._since
         self.until = now
+        self.handover.dock.close()
 
     def _go_round(self, now: float) -> None:
         self._is_between = True
@@ -135,16 +155,24 @@ class SimulatedReplica:
             self.engine.load_adapters()
             if self._is_ahead:  # every live replica reports here; simulations of others keep their figures
                 self._publish(now)
-            self._grant(now)
+            self._tell(self.handover.plan(), now)
             if not self._inbox:
                 self._begin_steps(now)
             if not self._flights:
-                self._after(now)
+                self._after(None, now)
             if self._flights or not self._inbox:
                 break
         self._is_between = False
         if self._flights:
             self._plan()
+        else:
+            self._wait(now)
+
+    def _wait(self, now: float) -> None:
+        """Look again in time, although nothing happens."""
+        if (patience := self.handover.patience) is not None and not now <= self._looks_at <= now + patience:
+            self._looks_at = now + patience
+            self.clock.at(self._looks_at, partial(self.post, _look))
 
     def _must_wait(self, ends: str | None) -> bool:
         """Return whether a step in flight computes the request that an action ends. Then no other step begins first."""
@@ -165,7 +193,7 @@ class SimulatedReplica:
 
     def _begin(self, now: float) -> bool:
         """Begin a step behind those in flight. Return whether there was one that can begin now."""
-        if not self.engine.begin_step(partial(self._scheduled, now)):
+        if not self.engine.begin_step(self.handover.scheduled):
             return False
         step = self.engine.pipeline.newest
         assert step is not None
@@ -173,11 +201,6 @@ class SimulatedReplica:
         if not self._is_ahead and self._runner.num_stages == 1:
             self._fast_forward(flight)
         return True
-
-    def _scheduled(self, now: float, batch: Batch) -> None:
-        self._take_returned(now)
-        if batch:
-            self.observer.scheduled(self, batch, now)
 
     def _fast_forward(self, flight: _Flight) -> bool:
         """Add the steps that are alike to the only one in flight. Return whether there are any."""
@@ -239,22 +262,31 @@ class SimulatedReplica:
         self.num_prefilled += sum(part.num_tokens for part in batch.scheduled[batch.num_decodes :])
         self.num_decoded += sum(max(len(delta.token_ids) - 1, 0) for delta in step.deltas)  # accepted drafts
         self.observer.stepped(self, batch, step.deltas, now)
-        self._after(now)
+        self._after(step, now)
         self._go_round(now)
 
-    def _grant(self, now: float) -> None:
-        for request in self.scheduler.handoff.grant(now):
-            self.observer.granted(self, request, now)
-        self._take_returned(now)
-
-    def _take_returned(self, now: float) -> None:
-        for request in self.engine.take_returned():
-            self.observer.returned(self, request, now)
-
-    def _after(self, now: float) -> None:
-        self._grant(now)
+    def _after(self, step: Step | None, now: float) -> None:
+        self._tell(self.handover.step(step), now)
         self._publish(now)
+
+    def _tell(self, deltas: Sequence[TokenDelta], now: float) -> None:
+        if deltas:
+            self.observer.told(self, deltas, now)
+
+    def _on_event(self, event: Event) -> None:
+        def handle(now: float) -> None:
+            self._tell(self.handover.handle(event), now)
+
+        self.post(handle, self.clock.now, ends=event.request)
+
+    def _transferred(self, request_id: str, direction: str, figures: Figures, outcome: str) -> None:
+        if direction in ("sent", "lent") and figures.write_seconds:
+            self.publisher.transferred(figures.num_bytes, figures.write_seconds)
 
     def _publish(self, now: float) -> None:
         if self.publisher.is_due(now):
             self.observer.published(self, now)
+
+
+def _look(now: float) -> None:
+    """Do nothing: each turn of a replica ends what is overdue."""

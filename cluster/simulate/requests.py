@@ -8,8 +8,6 @@ from hashlib import blake2b
 from crossdock.cluster.bench.metrics import Sample
 from crossdock.cluster.bench.workloads import FollowUp, Job
 from crossdock.cluster.simulate.device import TOKEN
-from crossdock.cluster.simulate.fetch import SimulatedFetch
-from crossdock.cluster.simulate.transfer import SimulatedTransfer
 from crossdock.router.request_life import RequestLife
 from crossdock.workers.schedule.request.items import Item
 from crossdock.workers.schedule.request.submission import Adapter, SamplingParams, Submission
@@ -25,12 +23,6 @@ class SimulatedRequest:
     life: RequestLife
     sample: Sample
     follow_ups: Sequence[FollowUp]
-    transfer: SimulatedTransfer | None = None  # of the current attempt
-    fetch: SimulatedFetch | None = None  # the same, of a prefix
-
-    def sent_by(self, replica: str) -> SimulatedTransfer | None:
-        """Return the transfer of the current attempt that a replica sends; None: it sends none."""
-        return self.transfer if self.transfer is not None and self.transfer.sender.name == replica else None
 
 
 def token_ids(job: Job) -> list[int]:

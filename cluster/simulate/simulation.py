@@ -8,7 +8,7 @@ becomes suspect.
 import gc
 from array import array
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import inf
 
@@ -16,12 +16,11 @@ from crossdock.cluster.bench.metrics import Sample
 from crossdock.cluster.bench.workloads import Job
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.device import TOKEN, Noise
-from crossdock.cluster.simulate.fetch import SimulatedFetch
 from crossdock.cluster.simulate.fleet import Failure, SimulatedFleet, SimulatedPool
 from crossdock.cluster.simulate.replica import SimulatedReplica
 from crossdock.cluster.simulate.requests import SimulatedRequest, submission_of
 from crossdock.cluster.simulate.scaler import Decision, SimulatedScaler
-from crossdock.cluster.simulate.transfer import SimulatedNetwork, SimulatedTransfer, abort
+from crossdock.cluster.simulate.virtual_dock import VirtualNetwork
 from crossdock.router.actions import Action, Detach, Fail, PlaceAgain, ReplicaLost, Submit
 from crossdock.router.fleet import Fleet
 from crossdock.router.request_life import RequestLife
@@ -71,7 +70,7 @@ class Simulation:
         decisions = self._scaler.decisions if self._scaler is not None else []
         self._outcome = Outcome(fleet, seed, [], [], [], 0.0, decisions)
         self._at_once = at_once
-        self._network = SimulatedNetwork()
+        self._network = VirtualNetwork(self.clock, fleet.latency_s / 2)
         self._reports: dict[str, tuple[LiveProfile, float]] = {}  # by replica: its last report, and when it was made
         self._started: dict[str, int] = {pool.name: 0 for pool in fleet.pools}
         self._default_class = fleet.pools[0].engine.default_slo_class
@@ -188,18 +187,13 @@ class Simulation:
     def _submit(self, request: SimulatedRequest, action: Submit, now: float) -> None:
         """Send one leg of an attempt to its replica."""
         replica, submission = self.replicas[action.replica], action.submission
-        peer, half = self.replicas.get(action.peer or ""), self.fleet.latency_s / 2
-        arrived = partial(self._shipped, request)
-        owner = submission.id, submission.epoch
-        if submission.leg is not Leg.SEND:
-            request.transfer = request.fetch = None
+        if action.peer is not None:
+            submission = replace(submission, peer=self.replicas[action.peer].handover.dock.blob)
+        if action.source is not None:
+            submission = replace(submission, source=self.replicas[action.source].handover.dock.blob)
         if submission.leg is Leg.RECEIVE:
-            assert peer is not None
-            request.transfer = SimulatedTransfer(*owner, peer, replica, self.clock, self._network, half, arrived)
             # The answer of the decode replica is not waited for: it takes all that the prefill replica takes.
             self._do(request, request.life.taken(replica.name, submission.epoch, _NOT_YET, now), now)
-        if action.source is not None:
-            request.fetch = SimulatedFetch(self.replicas[action.source], replica, self.clock, self._network, half)
         post = partial(replica.post, partial(self._take, request, replica, submission))
         self.clock.at(now + self.fleet.latency_s, post)
 
@@ -209,28 +203,21 @@ class Simulation:
         if life.is_over or life.attempt != attempt or life.query is None:
             return  # given up: the replica of the other leg has refused, or has died
         try:
-            replica.engine.add(submission, now, page_hashes=life.query.page_hashes)
+            replica.add(submission, life.query.page_hashes, now)
         except (Overloaded, ValueError) as refusal:
             actions = life.refused(replica.name, attempt, refusal, now)
+        except RuntimeError as error:
+            actions = life.refused(replica.name, attempt, ReplicaLost(str(error)), now)
         else:
-            if request.fetch is not None and submission.source_tokens:
-                request.fetch.ask(replica.scheduler.table.request(submission.id), now)
             actions = life.taken(replica.name, attempt, replica.publisher.sequence, now)
         self._do(request, actions, now)
 
     def _detach(self, request: SimulatedRequest, action: Detach, now: float) -> None:
         """End an attempt at one of its replicas."""
-        transfer = request.sent_by(action.replica) or request.transfer
-        if transfer is not None:
-            transfer.cancel(now)
         replica = self.replicas.get(action.replica)
-        if replica is not None and (action.is_running or (transfer is not None and transfer.is_cancelled)):
-            life = request.life
-            owner = Request.owner_name(life.submission.id, action.attempt)
-            replica.post(partial(abort, replica, life.submission.id, owner), now, life.submission.id)
-
-    def _shipped(self, request: SimulatedRequest, transfer: SimulatedTransfer, now: float) -> None:
-        self._do(request, request.life.shipped(transfer.sender.name, transfer.attempt, now), now)
+        if replica is not None and action.is_running:
+            request_id = request.life.submission.id
+            replica.post(lambda _: replica.abort(request_id, action.attempt), now, request_id)
 
     def _over(self, request: SimulatedRequest, now: float, error: str | None = None, is_refused: bool = False) -> None:
         sample = request.sample
@@ -254,6 +241,10 @@ class Simulation:
 
     def stepped(self, replica: SimulatedReplica, batch: Batch, deltas: Sequence[TokenDelta], now: float) -> None:
         """Note that a step has ended."""
+        self.told(replica, deltas, now)
+
+    def told(self, replica: SimulatedReplica, deltas: Sequence[TokenDelta], now: float) -> None:
+        """Note what is new of requests, between two steps too."""
         name = replica.name
         for delta in deltas:
             request = self.requests.get(delta.request_id)
@@ -264,50 +255,6 @@ class Simulation:
                 self._stream(request, delta, now)
             else:
                 self._do(request, actions, now)
-        for sent, computed in self._sent(replica, batch):
-            is_complete = computed.num_output_tokens > len(computed.output_token_ids)
-            sent.computed(computed.num_computed_tokens, is_complete, now)
-
-    def scheduled(self, replica: SimulatedReplica, batch: Batch, now: float) -> None:
-        """Note that a step begins."""
-        for sent, _ in self._sent(replica, batch):
-            sent.offer(now)
-
-    def _sent(self, replica: SimulatedReplica, batch: Batch) -> list[tuple[SimulatedTransfer, Request]]:
-        """Return the requests of a batch whose pages are sent, each behind its transfer.
-
-        A batch's decodes count too: one that computes the last token of a prompt alone looks like a stream's."""
-        found = list[tuple[SimulatedTransfer, Request]]()
-        for computed in [part.request for part in batch.scheduled if part.request.leg is Leg.SEND]:
-            request = self.requests.get(computed.id)
-            sent = request.sent_by(replica.name) if request is not None else None
-            if sent is not None and sent.attempt == computed.epoch:
-                found.append((sent, computed))
-        return found
-
-    def returned(self, replica: SimulatedReplica, returned: Request, now: float) -> None:
-        """Note that a request has ended on the replica to make way for a more urgent one."""
-        if returned.leg is Leg.SEND:
-            replica.scheduler.pages.release(returned.owner)
-        request = self.requests.get(returned.id)
-        if request is None:
-            return
-        transfer = request.sent_by(replica.name) or request.transfer
-        if transfer is not None and transfer.attempt == returned.epoch:
-            transfer.cancel(now)
-        end = TokenDelta(returned.id, [], epoch=returned.epoch, finish_reason=returned.finish_reason)
-        self._do(request, request.life.tokens(replica.name, end, now), now)
-
-    def granted(self, replica: SimulatedReplica, granted: Request, now: float) -> None:
-        """Note that there are pages for a prompt that another replica computes."""
-        request = self.requests.get(granted.id)
-        transfer = request.transfer if request is not None else None
-        if request is None or transfer is None:
-            return
-        if transfer.receiver is replica and transfer.attempt == granted.epoch:
-            transfer.grant(granted, now)
-            grant = TokenDelta(granted.id, [], epoch=granted.epoch)
-            self._do(request, request.life.tokens(replica.name, grant, now), now)
 
     def published(self, replica: SimulatedReplica, now: float) -> None:
         """Report a replica's live profile to the routers and the scaler."""
@@ -342,10 +289,11 @@ class Simulation:
         self._started[pool.name] += 1
         noise = Noise(self.fleet.noise, (self._outcome.seed, len(self._outcome.replicas)))
         settings = noise, self.fleet.publish_s, self._at_once
-        replica = SimulatedReplica(name, pool, self.clock, self, *settings, adapters=self.fleet.adapters, since=now)
+        adapters = self.fleet.adapters
+        replica = SimulatedReplica(name, pool, self.clock, self, self._network, *settings, adapters=adapters, since=now)
         self.replicas[name] = replica
         self._outcome.replicas.append(replica)
-        profile = pool.profile.model_copy(update={"peer": name.encode()})
+        profile = pool.profile.model_copy(update={"peer": replica.handover.dock.blob})
         for router in self.routers[pool.model]:
             router.join(name, profile, now)
             router.hear_pages(name, replica.publisher.all_pages())
@@ -393,8 +341,4 @@ class Simulation:
             router.leave(name)
         loss = ReplicaLost(f"replica {name} has died")
         for request in list(self.requests.values()):
-            if (sent := request.sent_by(name)) is not None:
-                sent.lose_sender(now)
-            if request.fetch is not None and request.fetch.target.name == name:
-                request.fetch.lose_target(now)
             self._do(request, request.life.lost(name, request.life.attempt, loss, now), now)

@@ -258,7 +258,7 @@ def test_dock_that_forgot_a_peer_exchanges_pages_with_it_again(pair: tuple[Local
             local.dock.call(ShipCall(f"r{number}", 1, (stranger,), 0.01))
             local.dock.call(CancelShipCall(f"r{number}", 1))
             local.next(Released)
-    assert target.dock.name not in source.dock._peers
+    assert target.dock.name not in source.dock._core._peers
     source.dock.call(ShipCall("again", 1, (target.dock.blob,), 60))
     target.dock.call(ExpectCall("again", 1, (source.dock.blob,), 60))
     target.dock.call(GrantCall("again", 1, 0, whole([3])))

@@ -9,10 +9,11 @@ import pytest
 
 from crossdock.cluster.bench.pictures import DrawnPicture
 from crossdock.cluster.bench.workloads import Job, Segment, read_trace
+from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.device import Noise
 from crossdock.cluster.simulate.requests import token_ids
-from crossdock.cluster.simulate.simulation import Simulation
-from crossdock.cluster.simulate.transfer import MAX_WRITE_BYTES, SimulatedNetwork
+from crossdock.cluster.simulate.virtual_dock import VirtualNetwork
+from crossdock.kvtransfer.dock_core import MAX_WRITE_BYTES
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.request.page_hashes import hash_pages
 from tests.cluster.simulate.small_fleets import COST, fleet, job, play, play_out, profile, times
@@ -138,11 +139,9 @@ def test_pages_of_a_short_prompt_wait_for_one_write_of_a_long_one() -> None:
 
 
 def test_link_sends_to_an_idle_replica_while_the_link_of_another_is_busy() -> None:
-    replicas = Simulation(fleet({"name": "prefill", "replicas": 2}, {"name": "decode", "replicas": 2})).replicas
-    near, far, busy, idle = (replicas[name] for name in ("prefill/0", "prefill/1", "decode/0", "decode/1"))
-    network = SimulatedNetwork()
-    sent = [network.send(*ends, 1024 * 1024, 0.0) for ends in ((near, busy), (far, busy), (far, idle))]
-    assert sent == [(0.0, 1.0), (0.0, 2.0), (1.0, 2.0)]
+    network = VirtualNetwork(Clock(), 0.0)
+    ends = [network.send(*pair, 1024, 1024.0) for pair in (("near", "busy"), ("far", "busy"), ("far", "idle"))]
+    assert ends == [1.0, 2.0, 2.0], "the last one travels while the one before it still arrives"
 
 
 def test_pages_that_a_window_has_passed_do_not_travel() -> None:

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 from crossdock.kvtransfer.events import Figures
 from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.replica.engine.sleep import given_up
-from crossdock.workers.replica.transfer.replica_dock import ReplicaDock
+from crossdock.workers.replica.transfer.replica_dock import TransferDock
 from crossdock.workers.report.timeline import Progress, Timeline
 from crossdock.workers.report.vllm_names import OF_REPLICAS, exposition
 from crossdock.workers.schedule.drafts.verify import DraftTotals
@@ -221,7 +221,7 @@ class EngineMetrics:
             self._transfer_seconds.labels("grant").observe(figures.grant_wait_seconds or 0.0)
             self._hidden.inc(figures.hidden_seconds)
 
-    def watch(self, docks: Sequence[ReplicaDock]) -> None:
+    def watch(self, docks: Sequence[TransferDock]) -> None:
         """Show at every scrape how many transfers are under way, where there are docks."""
         if not docks:
             return

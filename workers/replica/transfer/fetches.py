@@ -36,7 +36,7 @@ from crossdock.kvtransfer.layout import IncompatiblePools
 from crossdock.kvtransfer.records import GroupPages
 from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.replica.transfer.replica_dock import ReplicaDock, rank_blobs
+from crossdock.workers.replica.transfer.replica_dock import TransferDock, rank_blobs
 from crossdock.workers.schedule.prefixes.borrowed import BorrowedPrefixes
 from crossdock.workers.schedule.request.request import Request
 from crossdock.workers.schedule.request.submission import Submission
@@ -53,7 +53,7 @@ class Fetches:
     """The fetches of one engine, as target and as source, through the dock of its handover."""
 
     engine: Engine
-    dock: ReplicaDock
+    dock: TransferDock
     config: TransferConfig
     on_figures: OnFigures
 

@@ -37,7 +37,7 @@ from crossdock.kvtransfer.layout import IncompatiblePools
 from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.replica.transfer.fetches import Fetches, OnFigures, pages_of
-from crossdock.workers.replica.transfer.replica_dock import ReplicaDock, rank_blobs
+from crossdock.workers.replica.transfer.replica_dock import ReplicaDock, TransferDock, rank_blobs
 from crossdock.workers.schedule.request.batch import Batch
 from crossdock.workers.schedule.request.request import FinishReason, Request, Status, TokenDelta
 from crossdock.workers.schedule.request.submission import Leg, Submission
@@ -59,7 +59,7 @@ class Handover:
     """The transfers of KV pages of one engine. Its calls must not overlap with the engine's own."""
 
     engine: Engine
-    dock: ReplicaDock
+    dock: TransferDock
     config: TransferConfig
     on_figures: OnFigures = lambda *_: None
     fetches: Fetches = field(init=False)

@@ -2,12 +2,13 @@
 
 import threading
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from crossdock.kvtransfer.calls import AskCall, DockCall, ExpectCall, ShipCall
-from crossdock.kvtransfer.dock import Dock, DockCounts
+from crossdock.kvtransfer.dock import Dock
+from crossdock.kvtransfer.dock_core import DockCounts
 from crossdock.kvtransfer.emulated import EmulatedTransport
 from crossdock.kvtransfer.events import Event
 from crossdock.kvtransfer.layout import PoolSpec
@@ -23,11 +24,26 @@ if TYPE_CHECKING:  # an emulated replica imports no torch
 _LOOPBACK = "127.0.0.1"  # where no address of the node is given
 
 
-class ReplicaDock:
-    """One dock here and one at each follower of `worker_group`.
+class TransferDock(Protocol):
+    """The docks of all ranks of a replica, as one: `ReplicaDock`, and `VirtualDock` of simulations."""
 
-    `blob` is what the other side's replica needs to reach this one; `rank_blobs` makes the peers of a call from it.
-    """
+    blob: bytes
+    """What the other side's replica needs to reach this one; `rank_blobs` makes the peers of a call from it."""
+
+    def call(self, call: DockCall) -> None:
+        """Make the call on the dock of every rank. Raises what `Dock.call` raises."""
+
+    def counts(self) -> DockCounts:
+        """Return the counts of one rank."""
+
+    @property
+    def is_alive(self) -> bool: ...
+
+    def close(self) -> None: ...
+
+
+class ReplicaDock:
+    """One dock here and one at each follower of `worker_group`."""
 
     def __init__(
         self,
