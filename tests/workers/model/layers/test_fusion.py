@@ -115,7 +115,7 @@ def test_kernel_changes_with_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatch)
     module = bf16("llama", WIDE)
     expected = [monolithic(module, prompt).float() for prompt in PROMPTS]
     model = wrap_module(module)
-    assert model.kernels == "own below 8 rows, onednn from there"
+    assert model.kernels == "native below 8 rows, onednn from there"
     got = in_random_steps(model, PROMPTS, seed=7)
     for ours, theirs in zip(got, expected, strict=True):
         assert (ours - theirs).norm() <= 0.02 * theirs.norm()
