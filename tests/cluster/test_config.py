@@ -159,6 +159,7 @@ def test_file_with_two_problems_raises_one_line_for_each(tmp_path: Path) -> None
     ("text", "message"),
     [
         ("a: [1, 2", "not YAML: line 1: "),
+        ("model:\n  path: a\x00b", r"not YAML: line 2: '\\x00' is not allowed in YAML"),
         ("engine: {}\nhttp: {}\nengine: {max_num_seqs: 3}", "not YAML: 'engine' stands twice, in lines 1 and 3"),
         ("http:\n  port: 1\n  host: x\n  port: 2", "not YAML: 'port' stands twice, in lines 2 and 4"),
         ("- a\n- b\n", "a mapping is expected"),

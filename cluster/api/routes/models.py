@@ -1,5 +1,6 @@
 """GET /v1/models: the served model, how its messages are read, its adapters, and the further names of all these."""
 
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
@@ -22,6 +23,7 @@ class Models:
         """`families`: of tool calls and of reasoning, see `MessageFormat.families`. `adapters`: by name, as of now.
         `name`: known before a replica is up; empty: that of the source."""
         self._name = name
+        self._since = int(time.time())
         self._adapters = adapters
         self._source = source
         self._families = families
@@ -66,7 +68,7 @@ class Models:
         with suppress(ReplicaLost):  # a model of several that has no replica now
             card = self._source.model
         adapter = self.adapter(name)
-        created = 0 if card is None else card.created
+        created = self._since if card is None else card.created
         return {
             "id": name,
             "object": "model",

@@ -111,6 +111,7 @@ def test_models_are_listed_also_where_no_replica_is_up(http: httpx.Client) -> No
         "later": None,
     }
     assert http.get(f"/v1/models/{ONE}").json() == listed[ONE]
+    assert listed["later"]["created"] > 1_700_000_000, "since the server started"
     refused(http.post("/v1/completions", json={"model": "later", "prompt": "Hi"}), 503)
 
 
