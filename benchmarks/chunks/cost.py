@@ -1,6 +1,6 @@
 """How much more work is a prompt in chunks than a prompt in one step?
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/chunks/cost.py       # seven sizes of chunks, three repeats: 3 minutes
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/chunks/cost.py       # six sizes of chunks, two repeats: 2 minutes
 
 Prints a row per size of chunk: steps, FLOP, bytes of KV written and read, bytes of weights read, and seconds. Then the
 same bytes for a GPU and a model of `crossdock simulate`: KV written for a chunk, and its share of the step's seconds.
@@ -137,8 +137,8 @@ def measure(arguments: argparse.Namespace, path: Path) -> tuple[dict[int, tuple[
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="directory or hub name; default: the embedded model")
-    parser.add_argument("--tokens", type=int, default=4096, help="of the prompt")
-    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=2048, help="of the prompt")
+    parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--gpus", nargs="*", default=["a100-8b", "h100-8b", "b200-8b", "h100-70b"])
     add_output_options(parser, "chunk-cost")
     arguments = parser.parse_args()

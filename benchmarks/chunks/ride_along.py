@@ -1,6 +1,6 @@
 """How many prompt tokens per second does a step lose when decodes ride along with its chunk?
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/chunks/ride_along.py       # three chunks, 1 to 16 decodes, nine rounds
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/chunks/ride_along.py       # three chunks, 1 to 16 decodes, five rounds: 3 minutes
 
 Prints a row for each chunk and number of decodes in the same step: prompt tokens/s of the chunk alone and beside the
 decodes, and three shares:
@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--chunks", default="256,512,1024", help="prompt tokens in a step")
     parser.add_argument("--decodes", default="1,4,8,16", help="streams in the same step")
     parser.add_argument("--context", type=int, default=512, help="tokens before the chunk and in each stream")
-    parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--memory", default="1GiB", help="for KV pages")
     add_output_options(parser, "ride-along")
     arguments = parser.parse_args()
