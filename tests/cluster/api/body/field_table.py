@@ -106,7 +106,12 @@ def _where(name: str, by_endpoint: Mapping[str, set[str]]) -> str:
 
 
 def _table(head: tuple[str, ...], rows: Iterable[tuple[str, ...]]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in (head, ("---",) * len(head), *rows)]
+    """Return a table; fields whose further cells are equal share a row."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, *cells in rows:
+        names.setdefault(tuple(cells), []).append(name)
+    grouped = [(", ".join(found), *cells) for cells, found in names.items()]
+    return [f"| {' | '.join(cells)} |" for cells in (head, ("---",) * len(head), *grouped)]
 
 
 def _code(text: str) -> str:
