@@ -19,7 +19,7 @@ TEXT = (Path(__file__).parents[1] / "docs" / "files.md").read_text()
 
 
 def rows_of(title: str) -> list[tuple[str, ...]]:
-    """Return the cells of the table in the section of that title, sorted: a row for each field of a row with several."""
+    """Return the cells of the table in the section of that title, sorted, with a row for each field."""
     rows = [[cell.strip() for cell in row[1:-1].split("|")] for row in section(title) if row.startswith("| `")]
     found = [(name, *cells) for names, *cells in rows for name in re.split(", (?=`)", names)]
     assert len({tuple(cells[1:]) for cells in found}) == len(rows), f"{title}: fields of one verdict share a row"

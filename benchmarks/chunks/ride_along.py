@@ -1,6 +1,6 @@
 """How many prompt tokens per second does a step lose when decodes ride along with its chunk?
 
-    OMP_WAIT_POLICY=PASSIVE python benchmarks/chunks/ride_along.py       # three chunks, 1 to 16 decodes, five rounds: 3 minutes
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/chunks/ride_along.py       # 3 chunks, 1 to 16 decodes: 3 minutes
 
 Prints a row for each chunk and number of decodes in the same step: prompt tokens/s of the chunk alone and beside the
 decodes, and three shares:
