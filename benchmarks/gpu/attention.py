@@ -18,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from crossdock.kernels.backend import choose_attention
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout
+from crossdock.workers.model.graphs.mixed_graphs import padded_with_chunks
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.schedule.request.batch import Batch, Scheduled
 from crossdock.workers.schedule.request.request import Request
@@ -37,15 +38,27 @@ class _Recorder:
         return torch.empty(0)
 
 
-def batch_of(lengths: Lengths, pages: Sequence[Sequence[int]], page_size: int, device: str) -> tuple[Any, Tensor]:
-    """Return the `AttentionBatch` that an engine makes of these sequences, and the positions of its tokens [T]."""
+def batch_of(
+    lengths: Lengths,
+    pages: Sequence[Sequence[int]],
+    page_size: int,
+    device: str,
+    recorded: tuple[int, int] | None = None,
+) -> tuple[Any, Tensor]:
+    """Return the `AttentionBatch` that an engine makes of these sequences, and the positions of its tokens [T].
+
+    `recorded`: the decodes and the chunk tokens of the graph that it pads the step for; None: it runs as it is.
+    """
     parts = [
         Scheduled(Request(f"{number}", [0] * kv, SamplingParams()), kv - query, query, list(held), samples=True)
         for number, ((query, kv), held) in enumerate(zip(lengths, pages, strict=True))
     ]
     num_decodes = next((at for at, (query, _) in enumerate(lengths) if query > 1), len(lengths))
     recorder: Any = _Recorder(device)
-    StepInputs.of(Batch(parts, num_decodes), page_size)[0].run(recorder)
+    inputs = StepInputs.of(Batch(parts, num_decodes), page_size)[0]
+    if recorded is not None:
+        inputs = padded_with_chunks(inputs, *recorded, page_size)
+    inputs.run(recorder)
     _, positions, batch, *_ = recorder.given
     return batch, positions
 
@@ -62,7 +75,7 @@ class PagedLayers:
     There are as many layers as a model has, or as fit into `pool_bytes`.
     """
 
-    def __init__(self, bench: Bench, lengths: Lengths) -> None:
+    def __init__(self, bench: Bench, lengths: Lengths, recorded: tuple[int, int] | None = None) -> None:
         sizes, device = bench.sizes, bench.device.name
         dtype: torch.dtype = getattr(torch, sizes.dtype)
         num_pages = sum(-(-kv // sizes.page_size) for _, kv in lengths)
@@ -74,7 +87,7 @@ class PagedLayers:
         views = [layout.views(layer, num_pages) for layer in range(self.num_layers)]
         self.pages = [tuple(pool.as_strided(view.shape, view.strides, view.offset) for view in each) for each in views]
         pages = random_pages(lengths, sizes.page_size, num_pages)
-        self.batch, _ = batch_of(lengths, pages, sizes.page_size, device)
+        self.batch, _ = batch_of(lengths, pages, sizes.page_size, device, recorded)
         num_rows = int(self.batch.query_start[-1])
         self.q = torch.randn(num_rows, sizes.heads, sizes.head_dim, dtype=dtype, device=device)
 
@@ -153,6 +166,9 @@ def prefills(bench: Bench) -> Iterator[Case]:
     """Yield the attention of prompts and chunks, and the store of keys and values; whole prompts beside torch's own."""
     for name, lengths in bench.sizes.prefills.items():
         yield Case(name, partial(_prefill, bench, lengths))
+    for start, tokens in bench.sizes.deep:
+        name = f"chunk {tokens} at {start} + {bench.sizes.streams} decodes, as recorded"
+        yield Case(name, partial(_recorded, bench, start, tokens))
     yield Case(f"store_kv of {bench.sizes.stored} tokens", partial(_store, bench))
     for name, lengths in bench.sizes.prefills.items():
         if len(lengths) == 1 and lengths[0][0] == lengths[0][1]:
@@ -164,6 +180,14 @@ def _prefill(bench: Bench, lengths: Lengths) -> Figures:
     layers = PagedLayers(bench, lengths)
     ours = bench.device.replayed(*layers.attention(kernels_of(bench).paged_attention)[:4])
     return {"us": ours * 1e6, "of_peak": _flop(bench.sizes, lengths) / ours / bench.peak}
+
+
+def _recorded(bench: Bench, start: int, tokens: int) -> Figures:
+    """Time a chunk deep in a prompt beside streams, with the empty sequences that its graph has."""
+    streams = bench.sizes.streams
+    lengths = [*[(1, bench.sizes.stream_context)] * streams, (tokens, start + tokens)]
+    layers = PagedLayers(bench, lengths, (streams, tokens))
+    return {"us": bench.device.replayed(*layers.attention(kernels_of(bench).paged_attention)[:4]) * 1e6}
 
 
 def _flop(sizes: Sizes, lengths: Sequence[tuple[int, int]]) -> float:

@@ -13,7 +13,7 @@ import triton
 from torch import Tensor
 
 from crossdock.kernels.attention import AttentionBatch
-from crossdock.kernels.gpu.triton_chunks import chunk_join_kernel, chunk_kernel
+from crossdock.kernels.gpu.triton_chunks import block_kernel, chunk_join_kernel, chunk_kernel, num_listed
 from crossdock.kernels.gpu.triton_decodes import decode_kernel, join_kernel, num_shares, share_kernel
 from crossdock.kernels.gpu.triton_store import store_kernel
 
@@ -24,7 +24,8 @@ _WAVES = 4  # programs per multiprocessor that saturate memory bandwidth; 2 take
 _SPARE = 4  # a batch that fills the device has a spare part for every so many decodes, for contexts longer than most
 CHUNK_PART_TOKENS = 1024  # the shortest part of a chunk's context: it stores a result for each of many rows
 _CHUNK_WAVES = 4  # programs per multiprocessor among which the contexts of chunks are cut: contexts are of many lengths
-_SEQUENCES = 256  # sequences that `share_kernel` reads at a time
+_FEW_ROWS = (_SMALL_ROWS, 64)  # of the tiles of short chunks
+_SEQUENCES = 256  # sequences that `share_kernel` and `block_kernel` read at a time
 _LATENT_GROUP = 16  # heads that attend together to latents: with more, a program's registers do not hold their sums
 _JOINED = 4096  # elements of partial results that `join_kernel` reads at a time: 32 registers a thread
 
@@ -76,17 +77,32 @@ def num_joins(num_decodes: int, parts: int) -> int:
     return min(num_decodes, parts - num_decodes)
 
 
-def num_blocks(num_rows: int, num_chunks: int, rows_of_tile: int, group: int) -> int:
-    """Return the programs per KV head for `num_rows` tokens in `num_chunks` chunks: as many as any such chunks need."""
-    return num_rows // (rows_of_tile // group) + num_chunks
+def num_blocks(num_rows: int, num_chunks: int, queries: int) -> int:
+    """Return how many blocks of `queries` tokens any `num_chunks` chunks of together `num_rows` tokens have at most."""
+    return num_rows // queries + min(num_chunks, num_rows)
 
 
-def num_chunk_parts(num_programs: int, num_multiprocessors: int) -> int:
-    """Return the most parts into which the context of each block is cut. `num_programs`: blocks times KV heads.
+def num_chunk_parts(least_blocks: int, kv_heads: int, num_multiprocessors: int) -> int:
+    """Return the parts, for each KV head, into which the contexts of all blocks together are cut, rounded up for each.
 
-    1: there are blocks enough to fill the device. As for decodes, the contexts' lengths play no role.
+    1: there are blocks enough to fill the device, and each context is whole. As for decodes, the contexts' lengths play
+    no role.
     """
-    return -(-_CHUNK_WAVES * num_multiprocessors // num_programs)
+    to_fill = -(-_CHUNK_WAVES * num_multiprocessors // kv_heads)
+    return to_fill if to_fill > least_blocks else 1
+
+
+def num_chunk_programs(most_blocks: int, all_parts: int) -> int:
+    """Return the programs for each KV head: as many as all parts of any number of blocks, each number rounded up."""
+    return most_blocks if all_parts == 1 else max(most_blocks, all_parts + min(most_blocks, all_parts))
+
+
+def with_rows_for(tiles: Tiles, rows: int) -> Tiles:
+    """Return the tiles of chunks whose longest has `rows` rows, tokens times the heads of a group: few rows in small
+    tiles, so that a stream which verifies drafts does not compute 256 rows.
+    """
+    small = next((size for size in _FEW_ROWS if rows <= size < tiles.rows), None)
+    return tiles if small is None else Tiles(small, tiles.tokens, 4, tiles.num_stages)
 
 
 def store_kv(
@@ -199,22 +215,28 @@ def _chunks(
     in_fixed_order: bool,
 ) -> None:
     """Launch the attention of the sequences after the first D, into their rows of `out`."""
-    (T, Hq, Dv), group, S = out.shape, kind["GROUP"], len(batch.kv_len)
+    (_, Hq, Dv), group = out.shape, kind["GROUP"]
     Hkv = Hq // group
     tiles = _tiles(kind, out, has_chunks=True)
-    blocks = num_blocks(T - D, S - D, tiles.rows, group)
-    parts = 1 if in_fixed_order else num_chunk_parts(blocks * Hkv, _num_multiprocessors(out.device))
-    stored = parts if parts > 1 else 0
-    part_out = out.new_empty(stored, blocks, Hkv, tiles.rows, Dv, dtype=torch.float32)
-    part_lse = part_out.new_empty(stored, blocks, Hkv, tiles.rows)  # log2 of the sum of exp2
+    if not (in_fixed_order or kind["LATENT"]):
+        longest = min(len(out) - D, batch.max_query_len)
+        tiles = with_rows_for(tiles, max(longest, 1) * group)
+    queries = tiles.rows // group
+    rows = len(out) - D
+    blocks = num_blocks(rows, len(batch.kv_len) - D, queries)
+    multiprocessors = _num_multiprocessors(out.device)
+    parts = 1 if in_fixed_order else num_chunk_parts(-(-rows // queries), Hkv, multiprocessors)
+    P = num_chunk_programs(blocks, parts)
+    part_out = out.new_empty(min(P, 2 * parts) if parts > 1 else 0, Hkv, tiles.rows, Dv, dtype=torch.float32)
+    part_lse = part_out.new_empty(part_out.shape[:3])  # log2 of the sum of exp2
+    listed = _listed(batch, D, P, queries)
     cut = {"HAS_ENDS": batch.key_end is not None, "ROWS": tiles.rows, "BLOCK_N": tiles.tokens}
     cut["MIN_TILES"] = max(1, CHUNK_PART_TOKENS // tiles.tokens)
-    of_steps = out, part_out, part_lse, batch.query_start, batch.kv_len, batch.key_end, sinks
-    chunk_kernel[blocks, Hkv, parts](
+    of_steps = out, part_out, part_lse, listed, batch.query_start, batch.kv_len, batch.key_end, sinks
+    chunk_kernel[P, Hkv](
         *of_steps,
         *tensors,
-        S,
-        D,
+        parts,
         *numbers,
         **kind,
         **cut,
@@ -226,7 +248,18 @@ def _chunks(
         names = "GROUP", "V_DIM", "BLOCK_V", "WINDOW", "ATTENTION_CHUNK", "HAS_SINKS"
         of_kind = {name: kind[name] for name in names}
         some = min(tiles.rows, max(1, _JOINED // kind["BLOCK_V"]))
-        chunk_join_kernel[blocks, Hkv, tiles.rows // some](*of_steps, S, D, parts, **of_kind, **cut, SOME=some)
+        chunk_join_kernel[blocks, Hkv, tiles.rows // some](*of_steps, parts, P, **of_kind, **cut, SOME=some)
+
+
+def _listed(batch: AttentionBatch, D: int, P: int, queries: int) -> Tensor:
+    """Return the blocks of the sequences after the first D, as `block_kernel` lists them. The first layer does it."""
+    key = "blocks", D, P, queries
+    if key not in batch.derived:
+        listed = batch.query_start.new_empty(num_listed(P))
+        numbers = len(batch.kv_len), D, P
+        block_kernel[1,](listed, batch.query_start, *numbers, QUERIES=queries, BLOCK_S=_SEQUENCES)
+        batch.derived[key] = listed
+    return batch.derived[key]
 
 
 def _decode(

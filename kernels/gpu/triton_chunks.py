@@ -1,8 +1,9 @@
-"""The Triton kernels for chunks of prompts: a program for each tile of query rows, KV head and part of the context.
+"""The Triton kernels for chunks of prompts: a program for each block of query rows, KV head and part of the context.
 
 The query heads that share a KV head are rows of one tile, as in FlashInfer and vLLM's unified kernel. A few tiles deep
 in a long prompt would leave most of the device idle. So their contexts are cut into parts, and `chunk_join_kernel`
-joins the parts (Flash-Decoding).
+joins the parts (Flash-Decoding). How many parts a block has depends on the blocks that have rows, which `block_kernel`
+lists on the device: in a CUDA graph most sequences are empty.
 """
 
 import triton
@@ -11,21 +12,34 @@ import triton.language as tl
 from crossdock.kernels.gpu.triton_scan import STEP_TENSORS, first_key, load_queries, scan
 
 
-@triton.jit
-def _block_of(block, query_start, S, D, QUERIES: tl.constexpr):
-    """Find the sequence that owns a block, its first row, its rows, and the first of these in the block.
+def num_listed(num_programs: int) -> int:
+    """Return the length of the tensor that lists the blocks of P programs: their number, sequences, first tokens."""
+    return 1 + 2 * num_programs
 
-    Sequence s owns the blocks from (query_start[s] - D) // QUERIES + s - D on: at least as many as it needs.
-    """
-    sequence, above = block * 0 + D, block * 0 + S
-    while above - sequence > 1:
-        middle = (sequence + above) // 2
-        is_beyond = (tl.load(query_start + middle) - D) // QUERIES + middle - D > block
-        sequence = tl.where(is_beyond, sequence, middle)
-        above = tl.where(is_beyond, middle, above)
+
+@triton.jit(do_not_specialize=["S", "D", "P"], do_not_specialize_on_alignment=STEP_TENSORS)
+def block_kernel(listed, query_start, S, D, P, QUERIES: tl.constexpr, BLOCK_S: tl.constexpr):
+    """List the blocks of rows that the sequences [D, S) have, in order. Sequences without rows have none."""
+    some = tl.arange(0, BLOCK_S)
+    num_blocks = D * 0
+    for first in range(D, S, BLOCK_S):
+        sequence = first + some
+        start = tl.load(query_start + sequence, mask=sequence < S, other=0)
+        blocks = tl.cdiv(tl.load(query_start + sequence + 1, mask=sequence < S, other=0) - start, QUERIES)
+        place = listed + 1 + num_blocks + tl.cumsum(blocks, 0) - blocks
+        for number in range(tl.max(blocks, 0)):
+            tl.store(place + number, sequence, mask=number < blocks)
+            tl.store(place + P + number, some * 0 + number * QUERIES, mask=number < blocks)
+        num_blocks += tl.sum(blocks, 0)
+    tl.store(listed, num_blocks)
+
+
+@triton.jit
+def _block_of(block, listed, query_start, P):
+    """Return the sequence of a block, its first row, its rows, and the first of these in the block."""
+    sequence = tl.load(listed + 1 + block)
     start = tl.load(query_start + sequence)
-    length = tl.load(query_start + sequence + 1) - start
-    return sequence, start, length, (block - (start - D) // QUERIES - sequence + D) * QUERIES
+    return sequence, start, tl.load(query_start + sequence + 1) - start, tl.load(listed + 1 + P + block)
 
 
 @triton.jit
@@ -42,28 +56,28 @@ def _seen_by(
     return first, end, first // BLOCK_N, tl.cdiv(end, BLOCK_N) - first // BLOCK_N
 
 
-@triton.jit(do_not_specialize=["S", "D", "table_row"], do_not_specialize_on_alignment=STEP_TENSORS)
+@triton.jit(do_not_specialize=["all_parts", "table_row"], do_not_specialize_on_alignment=STEP_TENSORS)
 def chunk_kernel(
-    out, part_out, part_lse, query_start, kv_lens, key_end, sinks, q, k_pages, v_pages, k_scale, v_scale, page_table,
-    S, D, scale, q_token, q_head, k_page, k_head, v_page, v_head, table_row,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
-    WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
-    HAS_SCALES: tl.constexpr, LATENT: tl.constexpr, HAS_ENDS: tl.constexpr, MIN_TILES: tl.constexpr,
-    ONE_LOOP: tl.constexpr,
+    out, part_out, part_lse, listed, query_start, kv_lens, key_end, sinks,
+    q, k_pages, v_pages, k_scale, v_scale, page_table,
+    all_parts, scale, q_token, q_head, k_page, k_head, v_page, v_head, table_row,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr,
+    ATTENTION_CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
+    LATENT: tl.constexpr, HAS_ENDS: tl.constexpr, MIN_TILES: tl.constexpr, ONE_LOOP: tl.constexpr,
 ):  # fmt: skip
-    """Compute one part of the context of a block of the sequences [D, S). The D before them have one row each.
+    """Compute one part of the context of a listed block. The blocks have `all_parts` together, rounded up for each.
 
-    `ONE_LOOP`: the same code computes a tile whatever rows are beside a row; two loops may round unlike each other.
-
-    A whole context goes to `out`. A part goes to `part_out` [parts, blocks, Hkv, ROWS, Dv] and, as log2 of its sum of
-    exp2, to `part_lse` [parts, blocks, Hkv, ROWS].
+    A whole context goes to `out`. A part goes to `part_out` [P, Hkv, ROWS, Dv] and, as log2 of its sum of exp2, to
+    `part_lse` [P, Hkv, ROWS]. `ONE_LOOP`: the same code computes a tile whatever rows are beside a row.
     """
     QUERIES: tl.constexpr = ROWS // GROUP
-    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the end of a prompt has the most context: it starts first
-    head, part = tl.program_id(1), tl.program_id(2)
-    sequence, start, length, first_token = _block_of(block, query_start, S, D, QUERIES)
-    if first_token < length:
+    num_blocks = tl.load(listed)
+    head, part = tl.program_id(1), tl.program_id(0) // tl.maximum(num_blocks, 1)
+    parts = tl.cdiv(all_parts, tl.maximum(num_blocks, 1))
+    if (part < parts) & (num_blocks > 0):
+        block = num_blocks - 1 - tl.program_id(0) % num_blocks  # the end of a prompt has most context: it starts first
+        sequence, start, length, first_token = _block_of(block, listed, query_start, tl.num_programs(0))
         kv_len = tl.load(kv_lens + sequence)
         row = tl.arange(0, ROWS)
         token, row_head = first_token + row // GROUP, head * GROUP + row % GROUP
@@ -72,7 +86,7 @@ def chunk_kernel(
         first, end, tile, num_tiles = _seen_by(
             first_position, kv_len, key_end, start + token, live, QUERIES, BLOCK_N, WINDOW, ATTENTION_CHUNK, HAS_ENDS
         )
-        tiles = tl.maximum(tl.cdiv(num_tiles, tl.num_programs(2)), MIN_TILES)  # of a part, at most
+        tiles = tl.maximum(tl.cdiv(num_tiles, parts), MIN_TILES)  # of a part, at most
         is_whole = num_tiles <= tiles
         if part * tiles < num_tiles:
             tile += part * tiles
@@ -114,20 +128,20 @@ def chunk_kernel(
             )  # fmt: skip
             total = tl.where(total > 0, total, 1.0)
             acc = acc * (out_scale / total)[:, None]
-            heads = tl.num_programs(1) * GROUP
             if is_whole:
-                out_at = out + (((start + token).to(tl.int64) * heads + row_head) * V_DIM)[:, None] + j
+                number = (start + token).to(tl.int64) * (tl.num_programs(1) * GROUP) + row_head
+                out_at = out + (number * V_DIM)[:, None] + j
                 tl.store(out_at, acc.to(out.dtype.element_ty), mask=live[:, None] & (j < V_DIM))
             else:
-                place = (tl.cast(part, tl.int64) * tl.num_programs(0) + block) * tl.num_programs(1) + head
+                place = (tl.cast(part, tl.int64) * num_blocks + block) * tl.num_programs(1) + head
                 part_at = part_out + place * (ROWS * V_DIM) + row[:, None] * V_DIM + j
                 tl.store(part_at, acc, mask=live[:, None] & (j < V_DIM))
                 tl.store(part_lse + place * ROWS + row, top + tl.log2(total), mask=live)
 
 
-@triton.jit(do_not_specialize=["S", "D", "parts"], do_not_specialize_on_alignment=STEP_TENSORS)
+@triton.jit(do_not_specialize=["all_parts", "P"], do_not_specialize_on_alignment=STEP_TENSORS)
 def chunk_join_kernel(
-    out, part_out, part_lse, query_start, kv_lens, key_end, sinks, S, D, parts,
+    out, part_out, part_lse, listed, query_start, kv_lens, key_end, sinks, all_parts, P,
     GROUP: tl.constexpr, V_DIM: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_ENDS: tl.constexpr,
     MIN_TILES: tl.constexpr, SOME: tl.constexpr,
@@ -135,8 +149,10 @@ def chunk_join_kernel(
     """Join the parts of `SOME` rows of a block, each part weighted by its sum."""
     QUERIES: tl.constexpr = ROWS // GROUP
     block, head = tl.program_id(0), tl.program_id(1)
-    sequence, start, length, first_token = _block_of(block, query_start, S, D, QUERIES)
-    if first_token < length:
+    num_blocks = tl.load(listed)
+    if block < num_blocks:
+        parts = tl.cdiv(all_parts, num_blocks)
+        sequence, start, length, first_token = _block_of(block, listed, query_start, P)
         kv_len = tl.load(kv_lens + sequence)
         first_position = kv_len - length + first_token
         query = tl.arange(0, ROWS) // GROUP
@@ -167,7 +183,7 @@ def chunk_join_kernel(
                 top = tl.load(sinks + row_head, mask=live, other=0.0).to(tl.float32) * 1.4426950408889634
                 total += 1.0
             for part in range(tl.cdiv(num_tiles, tiles)):
-                place = (tl.cast(part, tl.int64) * tl.num_programs(0) + block) * tl.num_programs(1) + head
+                place = (tl.cast(part, tl.int64) * num_blocks + block) * tl.num_programs(1) + head
                 place = place * ROWS + row
                 lse = tl.load(part_lse + place, mask=live, other=float("-inf"))
                 values = tl.load(part_out + place[:, None] * V_DIM + j, mask=inner, other=0.0)

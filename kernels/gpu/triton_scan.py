@@ -11,7 +11,7 @@ latents come in two pieces: these elements, and the others in `rest`.
 import triton
 import triton.language as tl
 
-STEP_TENSORS = ["shares", "query_start", "kv_lens", "key_end", "page_table"]
+STEP_TENSORS = ["shares", "listed", "query_start", "kv_lens", "key_end", "page_table"]
 """Arguments read one number at a time. A part of a batch begins anywhere in them, and compiles no kernel again."""
 
 

@@ -28,7 +28,7 @@ from crossdock.kernels.gpu.triton_scan import STEP_TENSORS
 
 KINDS = {
     **dict.fromkeys(("out", "q", "k", "v", "k_pages", "v_pages", "sinks"), "*bf16"),
-    **dict.fromkeys(("query_start", "kv_lens", "key_end", "page_table", "shares"), "*i32"),
+    **dict.fromkeys(("query_start", "kv_lens", "key_end", "page_table", "shares", "listed"), "*i32"),
     **dict.fromkeys(("part_out", "part_lse", "k_scale", "v_scale", "inner"), "*fp32"),
     **dict.fromkeys(("slots", "tables"), "*i64"),
     "scale": "fp32",
@@ -44,7 +44,7 @@ UNSPECIALISED = {
     "D",
     "P",
     "T",
-    "parts",
+    "all_parts",
     "table_row",
     "scale",
     "eps",
@@ -121,14 +121,17 @@ def check_attention(gpu: Gpu) -> None:
             (False, 128, 5, {"HAS_SCALES": True, "ATTENTION_CHUNK": 8192}),
             (True, 256, 8, {"HAS_SCALES": True, "ATTENTION_CHUNK": 8192}),
             (True, 128, 4, {"ONE_LOOP": True}),
+            (True, 128, 4, {"few": 16}),
+            (True, 128, 4, {"few": 64}),
         ],
         everywhere=2,
     ):
         tiles = attention.tiles_for(dim, dim, 2, has_chunks, is_hopper=gpu.capability == 90)
+        tiles = attention.with_rows_for(tiles, features.pop("few", tiles.rows))
         constants = {"GROUP": group, "BLOCK_N": tiles.tokens, "ROWS": tiles.rows, **attention.block_widths(dim, dim)}
         kernel = attention.chunk_kernel if has_chunks else attention.decode_kernel
         ptx = gpu.check(kernel, plain | constants | features, tiles.num_warps, tiles.num_stages)
-        assert gpu.capability != 90 or has_chunks == ("wgmma.mma_async" in ptx)
+        assert gpu.capability != 90 or (tiles.rows >= 64) == ("wgmma.mma_async" in ptx)
     of_latents = [  # of DeepSeek-V3
         (attention.LATENT_DECODE_TILES, attention.decode_kernel, gpu.has_e4m3),
         (attention.LATENT_CHUNK_TILES, attention.chunk_kernel, False),
@@ -136,6 +139,7 @@ def check_attention(gpu: Gpu) -> None:
     for tiles, kernel, has_scales in gpu.some(of_latents, everywhere=0):
         constants = {"GROUP": 16, "BLOCK_N": tiles.tokens, "ROWS": tiles.rows, "HAS_SCALES": has_scales, "LATENT": True}
         gpu.check(kernel, plain | constants | attention.block_widths(576, 512, True), tiles.num_warps, tiles.num_stages)
+    gpu.check(attention.block_kernel, {"QUERIES": 64, "BLOCK_S": 256})
     shares = {"MIN_TILES": 4, "BLOCK_N": 64, "WINDOW": 128, "ATTENTION_CHUNK": 0, "BLOCK_S": 256}
     gpu.check(attention.share_kernel, shares)
     joins = {"GROUP": 4, "V_DIM": 128, "BLOCK_V": 128, "BLOCK_P": 8, "BLOCK_G": 4, "HAS_SINKS": True}

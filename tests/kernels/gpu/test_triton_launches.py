@@ -22,9 +22,14 @@ from crossdock.kernels.gpu import triton_attention
 from crossdock.kernels.gpu.triton_attention import num_joins, num_parts, paged_attention, store_kv
 from crossdock.kernels.gpu.triton_decodes import num_shares, share_kernel
 from crossdock.kernels.latent_attention import UpProjections, latent_attention
+from crossdock.workers.replica.engine.calibrate import _LENGTHS_OF_TILES
 from tests.first_files import compile_for_gpus
 
-KERNELS = ("share_kernel", "decode_kernel", "join_kernel", "chunk_kernel", "chunk_join_kernel", "store_kernel")
+KERNELS = (
+    *("share_kernel", "decode_kernel", "join_kernel", "block_kernel", "chunk_kernel", "chunk_join_kernel"),
+    "store_kernel",
+)
+WARM_UP = (64, *_LENGTHS_OF_TILES)  # tokens of prompts
 HEADS, KV_HEADS, DIM, PAGE_SIZE = 32, 8, 128, 16  # of Llama-3.1-8B
 
 
@@ -107,10 +112,11 @@ def launch_latents(lengths: Sequence[tuple[int, int]]) -> None:
 def test_served_mix_launches_only_variants_compiled_by_warm_up(
     launched: Launched, options: dict[str, Any], seed: int
 ) -> None:
-    """The warm-up runs one prompt of 64 tokens and its decodes, on every device and before any other step."""
-    for lengths in ([(64, 64)], [(1, 65)]):
+    """The warm-up runs prompts of `WARM_UP` tokens and their decodes, before any other step."""
+    for lengths in (*([(length, length)] for length in WARM_UP), [(1, 65)]):
         launch(lengths, **options)
-    assert sorted(name for name, _ in launched.keys) == ["chunk", "chunk_join", "decode", "join", "share", "store"]
+    found = Counter(name for name, _ in launched.keys)
+    assert found == {"block": 3, "chunk": 3, "chunk_join": 3, "decode": 1, "join": 1, "share": 1, "store": 1}
     warm = set(launched.keys)
     rng = random.Random(seed)
     for streams in (0, 1, 2, 3, 16, 17, 64, 255, 256):
@@ -125,12 +131,13 @@ def test_served_mix_launches_only_variants_compiled_by_warm_up(
 
 
 def test_served_mix_over_latents_launches_only_variants_compiled_by_warm_up(launched: Launched, seed: int) -> None:
-    """The warm-up runs a short prompt, its decodes, and longer chunks alone. Then chunks follow any number of decodes,
-    so that the step's tensors of the chunks begin anywhere."""
-    for lengths in ([(16, 16)], [(1, 17)], [(64, 64)]):
+    """After the warm-up, chunks follow any number of decodes: the step's tensors of the chunks begin anywhere."""
+    for lengths in (*([(length, length)] for length in WARM_UP), [(1, 17)]):
         launch_latents(lengths)
     warm, rng = set(launched.keys), random.Random(seed)
-    assert len([name for name, _ in warm if name == "chunk"]) == 2, "over latents, and over keys and values"
+    assert len([name for name, _ in warm if name == "chunk"]) == 3, (
+        "over latents, and of two sizes over keys and values"
+    )
     for streams in (0, 1, 2, 3, 5, 17):
         for tokens in (2, 16, 30, 200):
             launch_latents([(1, rng.randint(1, 900))] * streams + [(tokens, rng.randint(tokens, 900))])
@@ -140,12 +147,13 @@ def test_served_mix_over_latents_launches_only_variants_compiled_by_warm_up(laun
 @pytest.mark.parametrize(
     ("lengths", "max_kv_len", "programs"),
     [
-        ([(8192, 8192)], None, 2056),
+        ([(8192, 8192)], None, 2057),
         ([(1, 1024)] * 64, None, 768),
         ([(1, 1024)] * 256, None, 3072),
         ([(1, 1024)] * 256, 131_072, 3072),  # a graph launches no more
         ([(1, 131_072)], None, 536),
-        ([*[(1, 1024)] * 64, (512, 32_768)], None, 1856),
+        ([*[(1, 1024)] * 64, (512, 32_768)], None, 1977),
+        ([(64, 122_880)], None, 649),
     ],
 )
 def test_programs_of_a_step_are_few_more_than_have_something_to_do(

@@ -24,6 +24,7 @@ _REPEATED_S = 0.3
 _MOST_SCORED_FACTOR = 4.0  # more than this is the noise of a busy machine
 _SWEPT_PICTURES = ((2, 1), (8, 1), (8, 4), (16, 1), (24, 1))  # (size, number of pictures in a batch)
 _SWEPT_CONTEXT = 131_072  # tokens of all streams together
+_LENGTHS_OF_TILES = (256, 16, 8, 4, 2)  # of chunks, beside 64, for which GPUs compile kernels of unlike tiles
 
 
 def warm_up(engine: Engine) -> SchedulingProfile:
@@ -33,10 +34,11 @@ def warm_up(engine: Engine) -> SchedulingProfile:
     """
     model = engine.model
     pages = engine.pages
-    prompt = [position % model.vocab_size for position in range(min(64, model.max_model_len - 4))]
-    engine.add(Submission("warm-up", prompt, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)))
-    while engine.has_work:
-        engine.step()
+    for length in (64, *(_LENGTHS_OF_TILES if model.device.type == "cuda" else ())):
+        prompt = [(length + position) % model.vocab_size for position in range(min(length, model.max_model_len - 4))]
+        engine.add(Submission("warm-up", prompt, SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True)))
+        while engine.has_work:
+            engine.step()
     _run_whole_picture(engine)
     pages.block_pool.clear_cache()
 
