@@ -23,6 +23,7 @@ from crossdock.kernels.gpu import triton_experts as experts
 from crossdock.kernels.gpu import triton_fixed_order as fixed_order
 from crossdock.kernels.gpu import triton_layer_steps as steps
 from crossdock.kernels.gpu import triton_low_rank as low_rank
+from crossdock.kernels.gpu import triton_masks as masks
 from crossdock.kernels.gpu import triton_sampling as sampling
 from crossdock.kernels.gpu.triton_scan import STEP_TENSORS
 
@@ -181,6 +182,8 @@ def check_sampling(gpu: Gpu) -> None:
     names = {"scores": "*bf16", "temperatures": "*fp32", "keys": "*i32", "best": "*fp32", "ids": "*i64"}
     KINDS.update(names)
     gpu.check(sampling.draw_kernel, {"PART": sampling.PART, "BLOCK": sampling.BLOCK})
+    KINDS.update({"scores": "*fp32", "table": "*i32"})
+    gpu.check(masks.mask_kernel, {"BLOCK": masks.BLOCK})
 
 
 def check_fixed_order(gpu: Gpu) -> None:

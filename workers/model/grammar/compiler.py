@@ -175,7 +175,8 @@ class GrammarCompiler:
         if compiled.matcher is None:
             raise InvalidField(compiled.refusal, "grammar")
         budget = compiled.budgets.setdefault(owner, MaskBudget())
-        state = GrammarState(compiled.matcher.deep_copy(), self._vocab_size, budget)
+        num_words = 0 if self._tokenizer is None else -(-self._tokenizer.vocab_size // 32)
+        state = GrammarState(compiled.matcher.deep_copy(), self._vocab_size, budget, num_words)
         for token_id in token_ids:
             state.accept(token_id)
         return state

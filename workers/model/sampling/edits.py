@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from crossdock.workers.model.sampling.devices import copy_to
+from crossdock.workers.model.sampling.devices import copy_to, has_kernels
 from crossdock.workers.model.sampling.row import SampleRow
 
 # A smaller repetition penalty would make an infinity of a logit, which is the sign of damaged weights.
@@ -106,11 +106,21 @@ class _Used:
 
 
 def _mask(scores: Tensor, rows: Sequence[SampleRow], edited: Sequence[int]) -> None:
-    """Set the scores of tokens that a row must not use to -inf: row by row, in place, which moves no scores.
+    """Set the scores of tokens that a row must not use to -inf, in place, which moves no scores.
 
-    Most masks stay on the device between steps.
+    Most masks stay on the device between steps. Those that change go there as bits, all in one copy, where the device
+    has kernels.
     """
-    for i in edited:
+    changing = [i for i in edited if rows[i].has_changing_mask] if has_kernels(scores.device) else []
+    if changing:
+        from crossdock.kernels.gpu.triton_masks import mask_rows  # Triton is not on every machine
+
+        found = [(i, rows[i].usable_words(scores.shape[-1])) for i in changing]
+        table = [torch.cat([torch.tensor([i], dtype=torch.int32), words]) for i, words in found if words is not None]
+        if table:
+            mask_rows(scores, copy_to(scores.device, torch.stack(table)))
+    by_row = set(edited).difference(changing)
+    for i in sorted(by_row):
         forbidden = rows[i].forbidden_on(scores.device, scores.shape[-1])
         if forbidden is not None:
             scores[i].masked_fill_(forbidden, -torch.inf)

@@ -14,6 +14,22 @@ from crossdock.workers.schedule.request.submission import SamplingParams
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy, as in vLLM: the division would overflow soon after
 
 
+def unpacked(mask: Tensor, vocab_size: int) -> Tensor:
+    """Return a mask as [V] bool, of its bits [ceil(V/32)] int32 on the CPU. A mask of bool is returned as it is."""
+    if mask.dtype is torch.bool:
+        return mask
+    bits = np.unpackbits(mask.numpy().view(np.uint8), count=vocab_size, bitorder="little")
+    return torch.from_numpy(bits.view(np.bool_))
+
+
+def packed(mask: Tensor) -> Tensor:
+    """Return the bits of a mask [V] bool on the CPU, [ceil(V/32)] int32."""
+    words = np.zeros(-(-len(mask) // 32), np.int32)
+    bits = np.packbits(mask.numpy(), bitorder="little")
+    words.view(np.uint8)[: len(bits)] = bits
+    return torch.from_numpy(words)
+
+
 class TokenCounts:
     """How often a request has used each of its tokens, for penalties. Only new tokens are counted at each step."""
 
@@ -69,7 +85,7 @@ class SampleRow:
     token_ids: Sequence[int]
     num_prompt_tokens: int
     eos_token_ids: Sequence[int] = ()  # masked, with stop_token_ids, until min_tokens are out
-    allowed: Tensor | None = None  # [V] bool, the grammar's mask for this step
+    allowed: Tensor | None = None  # the grammar's mask for this step: [V] bool, or its bits [ceil(V/32)] int32
     drafts: Sequence[int] = ()  # tokens after `token_ids` that this row takes for granted
     is_greedy: bool = field(init=False)
     is_filtered: bool = field(init=False)  # by top-k, top-p or min-p
@@ -146,9 +162,23 @@ class SampleRow:
         if mask is None:
             return None
         forbidden = copy_to(device, mask.logical_not())
-        if self.allowed is None and not self._has_long_bad_words:
+        if not self.has_changing_mask:
             self._kept.forbidden = continues, forbidden
         return forbidden
+
+    @property
+    def has_changing_mask(self) -> bool:
+        """Whether a grammar or the previous tokens decide in each step which tokens the row may use."""
+        return self.allowed is not None or self._has_long_bad_words
+
+    def usable_words(self, vocab_size: int) -> Tensor | None:
+        """Return the tokens that the row may use as bits, [ceil(V/32)] int32 on the CPU; None for all."""
+        params = self.params
+        has_others = bool(params.allowed_token_ids or params.bad_words) or self.must_continue
+        if self.allowed is not None and self.allowed.dtype is torch.int32 and not has_others:
+            return self.allowed
+        mask = self._usable(vocab_size)
+        return None if mask is None else packed(mask)
 
     def _usable(self, vocab_size: int) -> Tensor | None:
         """Return the tokens that the row may use, [V] bool on the CPU; None for all.
@@ -156,7 +186,7 @@ class SampleRow:
         The grammar comes first, then allowed_token_ids, then min_tokens, then bad_words. A mask that would leave no
         token of those before it is dropped, so that there is always a token, and never one that breaks the grammar.
         """
-        masks = [] if self.allowed is None else [self.allowed]
+        masks = [] if self.allowed is None else [unpacked(self.allowed, vocab_size)]
         if self.params.allowed_token_ids:
             masks.append(self.choosable(vocab_size))
         if self.must_continue:

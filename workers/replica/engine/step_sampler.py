@@ -1,7 +1,7 @@
 """The tokens of a step: logits in, one `SampledToken` per request out, under each request's sampling parameters and
 grammar."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain, islice
 from typing import NamedTuple
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from crossdock.workers.model.grammar.state import GrammarState
+from crossdock.workers.model.grammar.step_masks import StepMasks
 from crossdock.workers.model.pooling import Pooler
 from crossdock.workers.model.sampling.devices import copy_to
 from crossdock.workers.model.sampling.logprobs import PendingLogprobs
@@ -61,6 +62,7 @@ class StepSampler:
     eos_token_ids: tuple[int, ...]
     pooler: Pooler = field(default_factory=Pooler)
     _rows: dict[str, SampleRow] = field(default_factory=dict)  # by request
+    _masks: StepMasks = field(default_factory=StepMasks)
     _reading: set[str] = field(default_factory=set)  # requests whose masks depend on the tokens before
     _grammars: dict[str, GrammarState] = field(default_factory=dict)
     _prompt_logprobs: dict[str, list[TokenLogprobs | None]] = field(default_factory=dict)
@@ -115,7 +117,8 @@ class StepSampler:
             last = torch.tensor([row.stop - 1 for _, row in sampling], dtype=torch.int64)
             logits = logits[copy_to(logits.device, last)]
         finished = Status.FINISHED
-        own = [_ENDED if part.request.status is finished else self._sample_rows(part)[0] for part in parts]
+        masks = self._masks_of(part for part in parts if part.request.status is not finished)
+        own = [_ENDED if part.request.status is finished else self._sample_rows(part, masks)[0] for part in parts]
         tokens = PendingTokens(logits, own, previous_tokens)
         return _DrawnStep(parts, tokens, prompts, self._grammars.keys(), self._accept, self._keep, self._without_broken)
 
@@ -148,7 +151,8 @@ class StepSampler:
 
         `parts`: with the last of their rows of logits.
         """
-        sample_rows = [self._sample_rows(part) for part, _ in parts]
+        masks = self._masks_of(part for part, _ in parts)
+        sample_rows = [self._sample_rows(part, masks) for part, _ in parts]
         wanted = [
             last - len(part.drafts) + number
             for (part, last), own in zip(parts, sample_rows, strict=True)
@@ -173,13 +177,24 @@ class StepSampler:
         grammar = self._grammars.get(request_id)
         return drafts if grammar is None else drafts[: grammar.num_allowed(drafts)]
 
-    def _sample_rows(self, part: Scheduled) -> list[SampleRow]:
-        """Return the rows to sample: of the newest token, and of each draft that the grammar allows."""
+    def _masks_of(self, parts: Iterable[Scheduled]) -> dict[str, Tensor]:
+        """Return the masks of the grammars of parts without drafts, by request."""
+        if not self._grammars:
+            return {}
+        found = [(part.request.id, self._grammars.get(part.request.id)) for part in parts if not part.drafts]
+        states = {request_id: state for request_id, state in found if state is not None}
+        return dict(zip(states, self._masks.of(list(states.values())), strict=True))
+
+    def _sample_rows(self, part: Scheduled, masks: Mapping[str, Tensor]) -> list[SampleRow]:
+        """Return the rows to sample: of the newest token, and of each draft that the grammar allows.
+
+        `masks`: of requests whose parts have no drafts.
+        """
         row = self._rows[part.request.id]
         grammar = self._grammars.get(part.request.id)
         if not part.drafts:
             if grammar is not None:
-                row.allowed = grammar.mask()
+                row.allowed = masks[part.request.id]
             return [row]
         if grammar is None:
             return [row.after(part.drafts[:number], None) for number in range(len(part.drafts) + 1)]
