@@ -45,7 +45,7 @@ def place(
             cached=cached[slots],
             waiting=tokens[:, 0],
             context=tokens[:, 1],
-            page_size=table.loads.page_size[slots],
+            page_size=table.loads.pages.size[slots],
             num_tokens=query.num_tokens,
             seed=zlib.crc32(query.request_id.encode()),
             number=number,

@@ -151,7 +151,7 @@ class Fleet:
             prefill, decode = baselines.place(policy, self.table, candidates, query, cached, self.num_chosen)
         elif len(candidates.alone) == 1 and not len(candidates.prefills):  # the only one that may
             prefill = decode = int(candidates.alone[0])
-            check_promise(loads, query, prediction, slo, prefill, candidates.alone)
+            check_promise(loads, query, prediction, slo, prefill, candidates)
         else:
             pair = choose(loads, query, cached, prediction, slo, candidates)
             prefill = pair.prefill
@@ -318,14 +318,14 @@ class Fleet:
         if not cached:
             return 0.0
         row, priority = self.table.row_of(replica), self._priority(query.slo_class)
-        all_start, held, most = row.free_pages[priority] >= 0, 0, cached / self.page_size
+        all_start, held, most = row.room.free_pages[priority] >= 0, 0, cached / self.page_size
         for request_id, in_flight in (*replica.pending.items(), *replica.included.items()):
             if in_flight.has_first or all_start:
                 hashes = [each for name, each in self._placed.get(request_id, ()) if name == replica.name]
                 held = max([held, *(num_shared(query.page_hashes, each) for each in hashes)])
             if held >= most:
                 break
-        idle = row.max_prompt_now[priority] - row.empty_pages * self.page_size  # tokens, at most
+        idle = row.room.longest_now[priority] - row.room.empty_pages * self.page_size  # tokens, at most
         return float(min(max(held * self.page_size, cached - max(idle, 0.0)), cached))
 
     def _on_the_only(self, query: Query, now: float, candidates: Candidates) -> Placement | None:

@@ -45,16 +45,20 @@ def with_loads(
     if not len(slots):
         return cached, slots
     before = cached[slots]
-    queue = loads.load_queue[slots]
-    size = loads.page_size[slots]
+    queue = loads.tiers.queue[slots]
+    size = loads.pages.size[slots]
     load_s: Floats = np.zeros(len(slots))
-    for tokens, page_s in zip(by_tier, (loads.load_first, loads.load_second), strict=False):
+    for tokens, page_s in zip(by_tier, (loads.tiers.first, loads.tiers.second), strict=False):
         load_s += loads.group_pages((tokens[slots] - before) / size, slots) * page_s[slots]
         before = tokens[slots]
     loaded = predict(slots, before)
     computed = here.prefill[slots] - loaded.prefill
     # Prompts of plain layers are computed from the beginning while they are loaded from the end, until both meet.
-    meets = (loads.num_layer_groups[slots] == 1) & (loads.num_full_groups[slots] == 1) & (loads.state_pages[slots] == 0)
+    meets = (
+        (loads.pages.num_groups[slots] == 1)
+        & (loads.pages.num_full_groups[slots] == 1)
+        & (loads.pages.state_pages[slots] == 0)
+    )
     is_sooner = loads_sooner(computed, queue, load_s, meets)
     # A load begins when the prompt has pages, and runs while the prompt waits for its turn.
     idle = loaded.ttft - loaded.prefill / loaded.prompt_share - loaded.room_wait
@@ -72,5 +76,5 @@ def with_loads(
 def saved_seconds(loads: Loads, cached: Floats, more: Floats) -> Floats:
     """Return about how many seconds of a replica's time `more` cached tokens save, without the fixed part of steps."""
     per_token = loads.cost.per_prefill_token + loads.cost.per_attended * (cached + more / 2)
-    saved: Floats = more * per_token * loads.interval_share
+    saved: Floats = more * per_token * loads.pipeline.interval_share
     return saved

@@ -171,16 +171,22 @@ def choose(
             row, column = divmod(int(costs.argmin()), len(far))
             best = SlotPair(int(near[row]), int(far[column]), float(costs[row, column]))
     assert best is not None, "there must be a replica to choose"
-    check_promise(loads, query, prediction, slo, best.prefill, first)
+    check_promise(loads, query, prediction, slo, best.prefill, candidates)
     return best
 
 
 def check_promise(
-    loads: Loads, query: Query, prediction: Prediction[Floats], slo: SloClass, chosen: int, first: Slots
+    loads: Loads, query: Query, prediction: Prediction[Floats], slo: SloClass, chosen: int, candidates: Candidates
 ) -> None:
     """Raise Overloaded where the `chosen` slot would refuse the request as late, and all that may take it would."""
-    if query.may_refuse and loads.refuses_late[chosen] and late_refusal_s(loads, prediction, slo, chosen) > 0:
-        _refuse_if_late(loads, prediction, slo, first)
+    if not query.may_refuse or not loads.refuses_late[chosen]:
+        return
+    late = late_refusal_s(loads, prediction, slo, candidates)
+    first = candidates.first
+    at = int(late.argmin())
+    if late[at] > 0:
+        promised = slo.ttft_deadline(float(prediction.alone[first[at]]))
+        raise Overloaded.late(slo.name, promised, float(late[at]))
 
 
 def _costs(query: Query, prediction: Prediction[Floats], slo: SloClass, due: float) -> tuple[Floats, Floats]:
@@ -251,11 +257,11 @@ def _travel(
     loads: Loads, query: Query, cached: Floats, prediction: Prediction[Floats], near: Slots, far: Slots
 ) -> tuple[Floats, Floats]:
     """Return the seconds `[prefill, decode]` for which pages travel, and those of them after the prompt is computed."""
-    pages = (query.num_tokens - cached[far]) / loads.page_size[far]
-    num_bytes = loads.group_pages(pages, far) * loads.page_bytes[far]
-    travel = num_bytes / loads.bytes_per_second[near, None]
+    pages = (query.num_tokens - cached[far]) / loads.pages.size[far]
+    num_bytes = loads.group_pages(pages, far) * loads.pages.num_bytes[far]
+    travel = num_bytes / loads.pages.bytes_per_second[near, None]
     behind = travel_behind(travel, prediction.chunk[near, None], prediction.alone[near, None], query.num_tokens)
-    state = loads.state_pages[far] * loads.page_bytes[far] / loads.bytes_per_second[near, None]
+    state = loads.pages.state_pages[far] * loads.pages.num_bytes[far] / loads.pages.bytes_per_second[near, None]
     return travel + state, behind + state
 
 
@@ -267,17 +273,14 @@ def travel_behind(travel: Floats, chunk: Floats, alone: Floats, num_tokens: int)
     return behind
 
 
-def late_refusal_s(loads: Loads, prediction: Prediction[Floats], slo: SloClass, slots: Slots | int) -> Floats:
-    """Return by how many seconds each replica's admission expects the first token to be late; the replica refuses the
-    request if that is above 0. -inf for replicas that refuse nothing. Admission does not consider places."""
-    late = prediction.admission_ttft[slots] - np.maximum(slo.ttft_s, 2 * prediction.alone[slots])
-    return np.where(loads.refuses_late[slots] > 0, late, -inf)
+def late_refusal_s(loads: Loads, prediction: Prediction[Floats], slo: SloClass, candidates: Candidates) -> Floats:
+    """Return by how many seconds the first token of each replica in `candidates.first` is expected to be late; the
+    request is refused where that is above 0. -inf for replicas that refuse nothing.
 
-
-def _refuse_if_late(loads: Loads, prediction: Prediction[Floats], slo: SloClass, first: Slots) -> None:
-    """Raise Overloaded if every replica that may make the first token refuses the request."""
-    late = late_refusal_s(loads, prediction, slo, first)
-    at = int(late.argmin())
-    if late[at] > 0:
-        promised = slo.ttft_deadline(float(prediction.alone[first[at]]))
-        raise Overloaded.late(slo.name, promised, float(late[at]))
+    The replica's own admission does not consider room. Where it would come too late, the router refuses the request."""
+    first = candidates.first
+    room = prediction.room_wait[first]
+    if len(candidates.prefills) and len(candidates.decodes):  # a pair waits for room of its decode replica
+        room[len(candidates.alone) :] = prediction.room_wait[candidates.decodes].min()
+    late = np.maximum(prediction.admission_ttft[first], room) - np.maximum(slo.ttft_s, 2 * prediction.alone[first])
+    return np.where(loads.refuses_late[first] > 0, late, -inf)

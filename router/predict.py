@@ -21,7 +21,6 @@ from crossdock.router.work import EXPECTED_OUTPUT_TOKENS
 from crossdock.workers.report.live_profile import MEMORY_S, MOST_ENDS
 from crossdock.workers.schedule.cost.formula import Figure, Floats
 from crossdock.workers.schedule.first_token import (
-    PromptSteps,
     drain_seconds,
     first_token_seconds,
     largest,
@@ -98,12 +97,12 @@ def with_output(
     """Return the prediction for a prompt and an expected output of `output` tokens. The other arguments are those of
     `predict_prompt`."""
     slo = classes[priority]
-    token: Any = loads.per_joining_decode + loads.cost.per_context * num_tokens
+    token: Any = loads.joining.seconds + loads.cost.per_context * num_tokens
     token = token + loads.cost.per_adapted * adapter if adapter else token
-    gap = loads.future_gap + loads.token_share * token
+    gap = loads.future.gap + loads.joining.share * token
     evicted = _evicted_seconds(loads, num_tokens + output, cached)
     late = _decode_lateness(loads, slo, gap, output, classes)
-    work = output * token * loads.interval_share
+    work = output * token * loads.pipeline.interval_share
     seconds = prompt.prefill, prompt.alone, prompt.admission_ttft, prompt.ttft, prompt.chunk, prompt.prompt_share
     return Prediction(*seconds, prompt.prompt_lateness, prompt.room_wait, evicted, gap, late, work)
 
@@ -137,13 +136,13 @@ def predict_prompt(
     rest = num_tokens - cached
     context = cached + rest / 2
     per_token = cost.per_token(context, adapter)
-    chunk = PromptSteps(loads.max_step_tokens, loads.max_chunk_s).tokens(cost, per_token)
-    steps = loads.interval_share, cached, num_tokens, chunk, adapter
+    chunk = loads.prompt_steps.tokens(cost, per_token)
+    steps = loads.pipeline.interval_share, cached, num_tokens, chunk, adapter
     own = prompt_seconds(loads.cost, *steps)
     prompt_lateness = _prompt_lateness(loads, priority, rest, per_token, context, classes)
     if items:
         encoder, num_items = _encoder_seconds(loads, items, cached)
-        own += encoder * loads.interval_share
+        own += encoder * loads.pipeline.interval_share
         prompt_lateness += _encoder_lateness(loads, priority, rest, encoder, num_items, classes)
     drain = drain_seconds(loads.cost, *steps)
     ahead = _backlog_ahead(loads, priority, age, own, fair)
@@ -152,17 +151,17 @@ def predict_prompt(
     room_wait = nothing_like(rest) if held is None else _room_wait(loads, priority, num_tokens - held + output, age)
     # More urgent prompts that come later go first. And the longer this prompt takes, the likelier it is that as many
     # streams will run meanwhile as did recently.
-    excess = loads.recent_excess_share * np.exp(age / -MEMORY_S) * (behind / (behind + RECENT_SHARE_BACKLOG_S))
-    share = loads.own_prefill_share[priority] - excess
-    lent = Lent(loads.lent_share, loads.lent_seconds * loads.delays_streams[priority])
+    excess = loads.shares.recent_excess * np.exp(age / -MEMORY_S) * (behind / (behind + RECENT_SHARE_BACKLOG_S))
+    share = loads.shares.own[priority] - excess
+    lent = Lent(loads.lent.share, loads.lent.seconds * loads.shares.delays_streams[priority])
     pace = pace_of(share, lent, behind, larger)
-    known_pace = pace_of(loads.prefill_share[priority], lent, behind, larger)
+    known_pace = pace_of(loads.shares.now[priority], lent, behind, larger)
     not_before = loads.step_left if held is None else larger(loads.step_left, room_wait)
     return PromptPrediction(
         prefill=own,
         alone=own + drain,
         admission_ttft=first_token_seconds(ahead, own, known_pace, drain, 0.0, 0.0, larger),
-        ttft=first_token_seconds(ahead, own, pace, drain, not_before, loads.filled_step, larger),
+        ttft=first_token_seconds(ahead, own, pace, drain, not_before, loads.joins.filled_step, larger),
         chunk=chunk,
         prompt_share=1 / pace,
         prompt_lateness=prompt_lateness,
@@ -172,12 +171,12 @@ def predict_prompt(
 
 def _encoder_seconds(loads: Any, items: Sequence[tuple[int, int, int]], cached: Any) -> tuple[Any, Any]:
     """Return the seconds of the encoder and the items to encode at every replica, which has no embedding of them."""
-    if loads.encoder_per_token.max() <= 0:
+    if loads.encoder.per_token.max() <= 0:
         return np.zeros(len(cached)), np.zeros(len(cached))
     ends, rows, parts = np.array(items, dtype=float).T
     missing = (ends[:, None] > cached).astype(float)
     num_items = missing.sum(axis=0)
-    costs = loads.encoder_base, loads.encoder_per_token, loads.encoder_per_square
+    costs = loads.encoder.base, loads.encoder.per_token, loads.encoder.per_square
     return batch_seconds(*costs, num_items, rows @ missing, (rows * rows / parts) @ missing), num_items
 
 
@@ -189,9 +188,9 @@ def _backlog_ahead(
     Since a replica last reported, it has worked off some of what it reported."""
     larger = loads.cost.larger
     smaller = loads.cost.smaller
-    done = smaller(age, MAX_UNSEEN_PROGRESS_S) * loads.prefill_share[priority]
-    urgent = loads.urgent_reported[priority]
-    urgent_booked = loads.urgent_booked[priority]
+    done = smaller(age, MAX_UNSEEN_PROGRESS_S) * loads.shares.now[priority]
+    urgent = loads.queue.urgent_reported[priority]
+    urgent_booked = loads.queue.urgent_booked[priority]
     ahead = larger(urgent - done, 0.0)
     most = None if fair is None else ahead + urgent_booked + fair(own, larger(done - urgent, 0.0))
     # Prompts of the same class share the time: each delays this one by this one's own length at most.
@@ -204,8 +203,8 @@ def _backlog_ahead(
         done -= total
     # Booked prompts are computed after those, and not before the step ended that ran as the first one was booked.
     if len(reported[0]) or len(booked[0]) or largest(urgent_booked) > 0:
-        since = smaller(age - loads.first_booked, MAX_UNSEEN_PROGRESS_S) - loads.step_left
-        done = smaller(done, since * loads.prefill_share[priority])
+        since = smaller(age - loads.queue.first_booked, MAX_UNSEEN_PROGRESS_S) - loads.step_left
+        done = smaller(done, since * loads.shares.now[priority])
         done = larger(done, 0.0)
         ahead += larger(urgent_booked - done, 0.0)
         left = 1 - (done - urgent_booked) / larger(total_of(booked[1]), 1e-9)
@@ -216,41 +215,47 @@ def _backlog_ahead(
 
 def lacks_room(loads: Figures[Figure], priority: int, tokens: Figure | float, age: Figure) -> Any:
     """Return whether a request that takes room for `tokens` tokens must wait for pages or a place at each replica."""
-    return (tokens > loads.max_prompt_now[priority]) | (age >= loads.taken_at)
+    return (tokens > loads.room.longest_now[priority]) | (age >= loads.room.taken_at)
 
 
 def _room_wait(loads: Any, priority: int, rest: Any, age: Any) -> Any:
     """Return the seconds until enough requests have ended for a place and for the pages of `rest` tokens, which no
-    request that waits has taken."""
+    request that waits has taken.
+
+    Requests that come later and need less pass. So it is not less than requests have waited already that need no more:
+    where more comes than ends, that is all that is known."""
     lacks = lacks_room(loads, priority, rest, age)
     if not lacks.any():
         return np.zeros(len(rest))
-    missing = np.maximum(_pages(loads, rest) - loads.free_pages[priority], 0.0)
+    pages = _pages(loads, rest)
+    missing = np.maximum(pages - loads.room.free_pages[priority], 0.0)
     places = np.arange(1, MOST_ENDS + 1)[:, None]
     seconds, freed = loads.ends
     until = np.concatenate([seconds[1:], np.full((1, len(rest)), inf)])  # the next end
-    enough = (freed >= missing) & (places >= np.minimum(1 - loads.free_seq_slots[priority], MOST_ENDS)) & (until > age)
+    enough = (freed >= missing) & (places >= np.minimum(1 - loads.room.free_slots[priority], MOST_ENDS)) & (until > age)
     at = np.where(enough.any(axis=0), enough.argmax(axis=0), MOST_ENDS - 1)
     slots = np.arange(len(rest))
     most = np.maximum(freed.max(axis=0), 1.0)
     # Each further `most` pages take the same time again.
     later = np.maximum(np.ceil(missing / most), 1.0)
-    wait: Floats = np.where(lacks, np.maximum(seconds[at, slots] * later - age, 0.0), 0.0)
+    needs, waited = loads.lacking
+    passed = np.where(needs <= pages, waited, 0.0).max(axis=0)
+    wait: Floats = np.where(lacks, np.maximum(seconds[at, slots] * later - age, passed), 0.0)
     return wait
 
 
 def _evicted_seconds(loads: Figures[Figure], tokens: int, cached: Figure) -> Figure:
     """Return the seconds of prefill that are expected to be lost if the `tokens` that are not `cached` get pages."""
-    if largest(loads.eviction_seconds) <= 0:
+    if largest(loads.room.eviction_seconds) <= 0:
         return nothing_like(cached)
     larger = loads.cost.larger
-    evicted = larger(_pages(loads, tokens - cached) - larger(loads.empty_pages, 0.0), 0.0)
-    return evicted * loads.eviction_seconds
+    evicted = larger(_pages(loads, tokens - cached) - larger(loads.room.empty_pages, 0.0), 0.0)
+    return evicted * loads.room.eviction_seconds
 
 
 def _pages(loads: Figures[Figure], tokens: Figure) -> Figure:
     """Return how many pages a request of `tokens` tokens takes at every replica, of all groups and of its state."""
-    return loads.group_pages(np.ceil(tokens / loads.page_size)) + loads.state_pages
+    return loads.group_pages(np.ceil(tokens / loads.pages.size)) + loads.pages.state_pages
 
 
 def _prompt_lateness(
@@ -262,14 +267,16 @@ def _prompt_lateness(
     chunk = smaller(loads.min_chunk, rest)
     cost = loads.cost
     streams = loads.step_streams
-    per_step = loads.chunk_gap
+    per_step = loads.pipeline.chunk_gap
     more = chunk * per_token + cost.per_chunk_context * context
     more += cost.early_seconds(streams + chunk) - cost.early_seconds(streams)
-    step = larger(loads.gap + more * per_step, cost.least_with_chunk * per_step)
+    step = larger(loads.now.gap + more * per_step, cost.least_with_chunk * per_step)
     if largest(step) <= _tightest_tpot(classes):  # no stream is late at any replica, which is the usual case
         return nothing_like(rest)
-    late = _lateness(step, loads.streams, classes, larger) - loads.lateness
-    return cost.chosen(loads.delays_streams[priority], late * rest / (larger(chunk, 1.0) * loads.depth), 0.0)
+    late = _lateness(step, loads.now.counts, classes, larger) - loads.now.lateness
+    return cost.chosen(
+        loads.shares.delays_streams[priority], late * rest / (larger(chunk, 1.0) * loads.pipeline.depth), 0.0
+    )
 
 
 def _encoder_lateness(
@@ -283,9 +290,9 @@ def _encoder_lateness(
         return np.zeros(len(rest))
     chunk = np.maximum(np.minimum(loads.min_chunk, rest), 1.0)
     steps = np.maximum(np.minimum(num_items, rest / chunk), 1.0)
-    gap = loads.gap + seconds / steps * loads.chunk_gap
-    late = _lateness(gap, loads.streams, classes, np.maximum) - loads.lateness
-    return np.where(loads.delays_streams[priority], steps * late, 0.0)
+    gap = loads.now.gap + seconds / steps * loads.pipeline.chunk_gap
+    late = _lateness(gap, loads.now.counts, classes, np.maximum) - loads.now.lateness
+    return np.where(loads.shares.delays_streams[priority], steps * late, 0.0)
 
 
 def _decode_lateness(
@@ -295,7 +302,7 @@ def _decode_lateness(
     if largest(gap) <= _tightest_tpot(classes):
         return nothing_like(gap)
     larger = loads.cost.larger
-    more = _lateness(gap, loads.future_streams, classes, larger) - loads.future_lateness
+    more = _lateness(gap, loads.future.counts, classes, larger) - loads.future.lateness
     return output * (more + slo.weight * larger(gap - slo.tpot_s, 0.0))
 
 
@@ -304,7 +311,7 @@ def _tightest_tpot(classes: Sequence[SloClass]) -> float:
 
 
 def _lateness(gap: Figure, streams: Any, classes: Sequence[SloClass], larger: Callable[..., Any]) -> Figure:
-    """Return `loads.lateness` of every replica."""
+    """Return `loads.now.lateness` of every replica."""
     late = nothing_like(gap)
     longest = largest(gap)
     for slo, count in zip(classes, streams, strict=True):

@@ -268,7 +268,7 @@ class ReplicaTable:
         loads = self.loads
         age = self.ages(now)
         if stale := [*self._stale]:
-            loads.joins_until[stale] = loads.first_join[stale] = loads.second_join[stale] = 0.0
+            loads.joins.until[stale] = loads.joins.first[stale] = loads.joins.second[stale] = 0.0
         loads.turn_left[:], loads.step_left[:] = loads.steps_left(age)
 
     def only_row(self, now: float) -> tuple[Row, float] | None:

@@ -105,6 +105,7 @@ class RequestLife:
         self._prefill: str | None = None  # the prefill replica of this attempt, until it has shipped or is lost
         self._early: list[tuple[str, TokenDelta]] = []  # by sender; each came before what must go before it
         self._is_granted = True  # else the decode replica of a pair has no pages yet: no token of the other is shown
+        self._travels_late = False  # the first token came before the grant: all pages travel behind it
         self._shipped_s = 0.0  # seconds that prefill replicas charged
         self._has_token = False  # in this attempt, from either replica
         self._is_computed = False  # the prompt, in this attempt
@@ -150,7 +151,7 @@ class RequestLife:
         self.placement = placement
         self.attempt = self.attempt + 1
         self._has_token, self._is_computed, self._watch = False, False, ProgressWatch()
-        self._is_granted = placement.prefill is None
+        self._is_granted, self._travels_late = placement.prefill is None, False
         self._patience = max(self._timeouts.patience_s, 2 * placement.predicted_ttft)
         self.deadline = now + self._timeouts.silence_s
         submission = self.submission
@@ -244,8 +245,7 @@ class RequestLife:
         if delta.epoch != self.attempt or replica not in self._working:
             return []
         if delta.token_ids:
-            self._has_token = True
-            self._num_deaths = 0
+            self._has_token, self._num_deaths = True, 0
         if self._unanswered:
             self._early.append((replica, delta))
             return []
@@ -257,10 +257,8 @@ class RequestLife:
             return self._place_again(None, now, replica)
         self._watch.asked.clear()
         self.deadline = now + self._patience
-        if replica != self._prefill and not self._is_granted:
-            self._is_granted = True
-            if delta.token_ids:  # it has computed the prompt itself
-                self._early.clear()
+        if replica != self._prefill:
+            self._note_grant(delta)
         if not delta.token_ids and delta.finish_reason is None:
             return self._check_gap(now)
         if not self._is_computed:
@@ -329,8 +327,7 @@ class RequestLife:
         self.is_accepted = True
         self.deadline = now + self._patience
         actions: list[Action] = [Accepted()]
-        waiting = self._early
-        self._early = []
+        waiting, self._early = self._early, []
         for sender, delta in waiting:
             actions += self.tokens(sender, delta, now)
         return actions
@@ -353,23 +350,29 @@ class RequestLife:
         self.output += fresh.token_ids
         return [fresh] if fresh.finish_reason is None else [*self._end(replica), fresh]
 
+    def _note_grant(self, delta: TokenDelta) -> None:
+        """Note that the decode replica has pages. A first token that waited for them waits until they have come."""
+        if not self._is_granted:
+            self._is_granted, self._travels_late = True, bool(self._early)
+            if delta.token_ids:  # it has computed the prompt itself
+                self._early.clear()
+        self._travels_late &= not delta.token_ids
+
     def _check_gap(self, now: float) -> list[Action]:
         """Give the client the early tokens that are next, once there are pages for more. Where the token before them
         went with the prefill replica, the attempt is lost too."""
+        if self._unanswered or not self._is_granted or (self._travels_late and self._prefill is not None):
+            return []
         actions: list[Action] = []
-        if self._unanswered or not self._is_granted:
-            return actions
         while self._early and self._early[0][1].first <= len(self.output):
             actions += self._emit(*self._early.pop(0), now)
         if self._early and self._prefill is None:
-            why = "the first token was lost with the replica that had computed it"
-            actions += self._lose(ReplicaLost(why), now)
+            actions += self._lose(ReplicaLost("the first token was lost with the replica that had computed it"), now)
         return actions
 
     def _end_prefill(self, is_running: bool, now: float) -> list[Action]:
         assert self._prefill is not None
-        prefill = self._prefill
-        self._prefill = None
+        prefill, self._prefill = self._prefill, None
         return [self._detach(prefill, is_running), *self._check_gap(now)]
 
     def _detach(self, replica: str, is_running: bool) -> Detach:

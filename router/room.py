@@ -17,14 +17,16 @@ def free_later(
 
     A request that waits for pages starts at the first end after which its pages are free; one that needs fewer passes.
     No request passes one whose prompt another replica computes, which takes no seconds here.
-    Beside the chunks of prompts that have started, which get `share` of the time, a token takes longer than `gap`.
+    Beside the chunks of prompts that have started, which get `share` of the time, a token takes longer than `gap`. When
+    these are computed, further ones are expected to take as much of the time as prompts took recently.
 
     Args:
         booked: what `live` does not include.
         free: pages at the time of the report.
         gap: seconds of a token, with no prompt beside.
     """
-    waiting = [*live.room.lacking, *((each.pages, each.seconds, each.output) for each in booked if not each.has_first)]
+    waiting = [each[:3] for each in live.room.lacking]
+    waiting += [(each.pages, each.seconds, each.output) for each in booked if not each.has_first]
     waiting.sort(key=lambda each: each[1] > 0)  # prompts that other replicas compute come first
     streams = [(each.output, each.pages) for each in booked if each.has_first and each.decodes]
     ends: list[tuple[float, int]] = [*live.room.ends, *streams]
@@ -32,8 +34,10 @@ def free_later(
     free -= sum([pages for _, pages in streams])
     gap = max(gap, _LEAST_GAP_S)
     more = max(share, LEAST_SHARE) / max(1 - share, LEAST_SHARE)  # seconds of prompts beside one of tokens
+    recent = min(sum(live.shares.prompts), share)
+    usual = recent / max(1 - recent, LEAST_SHARE)  # the same, as it was recently
     started = live.prefills.in_flight_seconds + live.prefills.started_seconds
-    for pages, own, output in live.room.starting:
+    for pages, own, output, _ in live.room.starting:
         started += own
         heappush(ends, (started / (gap * more) + output, pages))
     found = list[tuple[float, float]]()
@@ -41,23 +45,22 @@ def free_later(
     tokens = 0.0
     while True:
         still = list[tuple[int, float, int]]()
-        is_kept_back = False
         for pages, own, output in waiting:
-            if pages <= free and not is_kept_back:
+            if pages <= free:
                 free = free - pages
                 started = started + own
                 heappush(ends, (tokens + started / (gap * more) + output, pages))
             else:
                 still.append((pages, own, output))
-                is_kept_back |= not own
         waiting = still
         if tokens:
             found.append((seconds, free))
         if not ends or len(found) == MOST_ENDS:
             return found
         until, pages = heappop(ends)
-        beside = min(started, gap * (until - tokens) * more)
-        seconds = seconds + gap * (until - tokens) + beside
+        alone = gap * (until - tokens)
+        beside = max(min(started, alone * more), alone * usual)
+        seconds = seconds + alone + beside
         tokens = until
         free = free + pages
-        started = started - beside
+        started = max(started - beside, 0.0)

@@ -5,7 +5,20 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
-from crossdock.router.loads import NO_LIMIT, Row
+from crossdock.router.loads import (
+    NO_LIMIT,
+    EncoderPrices,
+    Joining,
+    Joins,
+    PageSizes,
+    PromptQueue,
+    PromptShares,
+    RoomFigures,
+    Row,
+    StepsInFlight,
+    StreamPace,
+    TierPrices,
+)
 from crossdock.router.room import free_later
 from crossdock.router.work import BOOKED, REPORTED, InFlightLoad, Work
 from crossdock.workers.report.live_profile import LiveProfile
@@ -43,7 +56,7 @@ def row(
     streams, num_streams, num_arriving = work.streams, sum(work.streams), max(sum(work.arriving), 0.0)
     pace = (kept or KeptPace()).of(work, costs, profile, live, classes)
     gap, shares = pace.gap, pace.shares
-    future_gap, token_share, per_joining_decode = _future(work, cost, profile, interval_share, live.learnt.gap_share)
+    future_gap, joining = _future(work, cost, profile, interval_share, live.learnt.gap_share)
     future_streams = [now + more if more > 0 else now for now, more in zip(streams, work.arriving, strict=True)]
     groups, num_groups, urgent = work.backlog(len(classes))
     room = work.room(profile, live, len(classes))
@@ -52,60 +65,57 @@ def row(
     ends = [] if has_room else free_later(live, booked, room.pages_before, max(gap, cost.base), shares[0])
     coming = [(each.at - reported_at, each.seconds) for each in booked if each.seconds and not each.has_first]
     chunk_s = pace.chunk_s if num_streams else _chunk_seconds(live, profile, cost)
-    joins = _joins(work, live, gap, chunk_s, sorted(coming), profile.runs_ahead)
+    evicting = sum(work.booked_needs) - work.booked_idle_pages
+    page_seconds = live.tiers.page_seconds or (0.0,)
     return Row(
         cost=cost,
-        interval_share=interval_share,
-        depth=profile.pipeline_parallel_size,
-        chunk_gap=gap_of(profile.pipeline_parallel_size, interval_share),
-        **PromptSteps.of(profile, cost)._asdict(),
-        page_size=profile.page_size,
-        num_layer_groups=len(profile.windows),
-        num_full_groups=profile.needs.num_full_groups,
-        window_pages=profile.needs.window_pages,
-        state_pages=profile.state_pages,
-        page_bytes=profile.page_bytes,
-        bytes_per_second=live.bytes_per_second or profile.bytes_per_second,
+        pipeline=StepsInFlight(
+            profile.pipeline_parallel_size, interval_share, gap_of(profile.pipeline_parallel_size, interval_share)
+        ),
+        prompt_steps=PromptSteps.of(profile, cost),
+        pages=_page_sizes(profile, live),
         refuses_late=profile.admission == "reject" and bool(num_streams or num_arriving or groups),
-        **joins._asdict(),
-        # `step_left` and `turn_left` are computed by `grow_older` before each choice.
+        turn_left=0.0,  # these two are computed by `grow_older` before each choice
         step_left=0.0,
-        turn_left=0.0,
-        first_booked=min([each.at for each in booked], default=reported_at) - reported_at,
+        joins=_joins(work, live, gap, chunk_s, sorted(coming), profile.runs_ahead),
         step_streams=pace.step.decodes,
         min_chunk=pace.min_chunk,
-        lent_share=pace.lent.share,
-        lent_seconds=pace.lent.seconds,
-        recent_excess_share=max(live.shares.streams - (1 - shares[0]), 0.0),
-        gap=gap,
-        future_gap=future_gap,
-        token_share=token_share,
-        per_joining_decode=per_joining_decode,
-        lateness=pace.lateness,
-        future_lateness=lateness(future_gap, future_streams, classes),
-        taken_at=min([at for at, free in ends if free < room.pages_now], default=NO_LIMIT),
-        empty_pages=live.room.empty_pages - (sum(work.booked_needs) - work.booked_idle_pages),
-        eviction_seconds=live.room.eviction_seconds,
-        load_first=live.tiers.page_seconds[0] if live.tiers.page_seconds else 0.0,
-        load_second=live.tiers.page_seconds[-1] if live.tiers.page_seconds else 0.0,
-        load_queue=live.tiers.queue_seconds,
-        encoder_base=encoder.base,
-        encoder_per_token=encoder.per_embedding_token,
-        encoder_per_square=encoder.per_square,
-        free_pages=room.pages,
-        free_seq_slots=room.slots,
-        max_prompt_now=room.longest_prompt,
-        prefill_share=[max(share, LEAST_SHARE) for share in shares],
-        own_prefill_share=_own_shares(shares, live.shares.prompts),
-        delays_streams=_delays_streams(profile.chunk_policy, streams),
-        urgent_reported=[each + live.prefills.in_flight_seconds for each in urgent[REPORTED]],
-        urgent_booked=urgent[BOOKED],
-        num_groups=num_groups,
-        streams=streams,
-        future_streams=future_streams,
+        lent=pace.lent,
+        now=StreamPace(gap, pace.lateness, streams),
+        future=StreamPace(future_gap, lateness(future_gap, future_streams, classes), future_streams),
+        joining=joining,
+        room=RoomFigures(
+            min([at for at, free in ends if free < room.pages_now], default=NO_LIMIT),
+            live.room.empty_pages - evicting,
+            live.room.eviction_seconds,
+            room.pages,
+            room.slots,
+            room.longest_prompt,
+        ),
+        tiers=TierPrices(page_seconds[0], page_seconds[-1], live.tiers.queue_seconds),
+        encoder=EncoderPrices(encoder.base, encoder.per_embedding_token, encoder.per_square),
+        shares=PromptShares(
+            max(live.shares.streams - (1 - shares[0]), 0.0),
+            [max(share, LEAST_SHARE) for share in shares],
+            _own_shares(shares, live.shares.prompts),
+            _delays_streams(profile.chunk_policy, streams),
+        ),
+        queue=PromptQueue(
+            min([each.at for each in booked], default=reported_at) - reported_at,
+            [each + live.prefills.in_flight_seconds for each in urgent[REPORTED]],
+            urgent[BOOKED],
+            num_groups,
+        ),
         groups=groups,
         ends=ends,
+        lacking=[(each.pages, each.waited_s) for each in live.room.lacking if each.waited_s],
     )
+
+
+def _page_sizes(profile: SchedulingProfile, live: LiveProfile) -> PageSizes[float]:
+    needs = profile.needs
+    sizes = profile.page_size, len(profile.windows), needs.num_full_groups, needs.window_pages, profile.state_pages
+    return PageSizes(*sizes, profile.page_bytes, live.bytes_per_second or profile.bytes_per_second)
 
 
 class _Costs(NamedTuple):
@@ -139,19 +149,9 @@ def _chunk_seconds(live: LiveProfile, profile: SchedulingProfile, cost: StepCost
     return float(min(steps.max_step_tokens * cost.per_prefill_token, steps.max_chunk_s))
 
 
-class _Joins(NamedTuple):
-    """When a new prompt joins a step: see `ReplicaFigures`."""
-
-    joins_until: float
-    first_join: float
-    second_join: float
-    later_join: float
-    filled_step: float = 0.0
-
-
 def _joins(
     work: Work, live: LiveProfile, gap: float, chunk_s: float, coming: list[tuple[float, float]], runs_ahead: bool
-) -> _Joins:
+) -> Joins[float]:
     """Return when a new prompt joins a step. A step has chunks of `chunk_s` at most where prompts wait.
 
     A replica that runs ahead schedules a step when the one before it begins: a prompt joins the step after the next.
@@ -167,19 +167,19 @@ def _joins(
     running = live.prefills.in_flight_seconds
     if not (running or waiting or (streams_s and coming)):  # it was idle until one came
         if not coming:
-            return _Joins(0.0, 0.0, 0.0, later)
+            return Joins(0.0, 0.0, 0.0, later, 0.0)
         (begins, waiting), *coming = coming
     if not running and not (runs_ahead and streams_s):
         running = min(waiting, chunk_s)
         waiting = max(waiting - chunk_s, 0.0)
     ends = begins + gap + running
     if not runs_ahead:
-        return _Joins(ends, ends, ends, later, _step_seconds(gap, 0.0, min(waiting, chunk_s)))
+        return Joins(ends, ends, ends, later, _step_seconds(gap, 0.0, min(waiting, chunk_s)))
     first = ends + _step_seconds(gap, streams_s, min(waiting, chunk_s))
     waiting = max(waiting - chunk_s, 0.0) + sum([seconds for at, seconds in coming if at < ends])
     waiting_s = min(waiting, chunk_s)
     second = first + _step_seconds(gap, streams_s, waiting_s)
-    return _Joins(ends, first, second, later, _step_seconds(gap, 0.0, waiting_s))
+    return Joins(ends, first, second, later, _step_seconds(gap, 0.0, waiting_s))
 
 
 def _step_seconds(gap: float, streams_s: float, chunk_s: float) -> float:
@@ -271,16 +271,10 @@ def _pace(
     return _Pace(step, gap, shares, lent, min_chunk, min(chunk_s, most), lateness(gap, work.streams, classes))
 
 
-class _Future(NamedTuple):
-    """Seconds that streams will wait for tokens with those that arrive: see `ReplicaFigures`."""
-
-    future_gap: float
-    token_share: float
-    per_joining_decode: float
-
-
-def _future(work: Work, cost: StepCost, profile: SchedulingProfile, interval_share: float, gap_share: float) -> _Future:
-    """Return the pace of the streams to come. `gap_share`: see `LiveProfile`."""
+def _future(
+    work: Work, cost: StepCost, profile: SchedulingProfile, interval_share: float, gap_share: float
+) -> tuple[float, Joining[float]]:
+    """Return the gap between tokens of the streams to come, and what one more adds. `gap_share`: see `Learnt`."""
     num_future = sum(work.streams) + max(sum(work.arriving), 0.0)
     num_steps, per_step = _steps_between_tokens(num_future + 1, profile.pipeline_parallel_size, interval_share)
     context = work.context + work.future_context
@@ -288,7 +282,7 @@ def _future(work: Work, cost: StepCost, profile: SchedulingProfile, interval_sha
     seconds = cost.seconds(future)
     joined = cost.seconds(StepWork.of_streams(num_future + 1, context, work.future_adapters, num_steps))
     # With drafts, a step brings several tokens.
-    return _Future(seconds * per_step * gap_share, per_step / num_steps * gap_share, (joined - seconds) * num_steps)
+    return seconds * per_step * gap_share, Joining((joined - seconds) * num_steps, per_step / num_steps * gap_share)
 
 
 def _steps_between_tokens(num_streams: float, depth: int, interval_share: float) -> tuple[float, float]:

@@ -7,7 +7,7 @@ from typing import Any
 from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.legs import query_of
 from crossdock.router.placement import Placement, Query
-from crossdock.workers.report.live_profile import LiveProfile, Room
+from crossdock.workers.report.live_profile import LiveProfile, Room, WaitingRequest
 from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.report.publisher import Publisher
 from crossdock.workers.schedule.config import SchedulerConfig
@@ -90,6 +90,8 @@ def live_profile(incarnation: str, sequence: int, **figures: Any) -> LiveProfile
 
 def changed(found: LiveProfile, **figures: Any) -> LiveProfile:
     """Return a live profile with some figures changed, each in its part."""
+    for name in {"lacking", "starting"} & figures.keys():
+        figures[name] = tuple(WaitingRequest(*each) for each in figures[name])
     for name, value in figures.items():
         part, figure = _PARTS.get(name, ("", name))
         found = replace(found, **{part or name: getattr(found, part)._replace(**{figure: value}) if part else value})

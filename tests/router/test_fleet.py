@@ -114,13 +114,13 @@ def test_booked_prompts_without_output_lengthen_the_backlog_and_no_gap() -> None
     fleet = fleet_of({"a": profile()})
     idle = fleet.choose(query("other", 1000), 0.0)
     fleet.table.refresh(0.0)
-    gap = float(fleet.table.loads.future_gap[0])
+    gap = float(fleet.table.loads.future.gap[0])
     for number in range(20):
         place(fleet, replace(query(f"{number}", 1000), max_tokens=1, is_prompt_alone=True))
     assert fleet.choose(query("other", 1000), 0.0).predicted_ttft > 15 * idle.predicted_ttft
     fleet.table.refresh(0.0)
-    assert fleet.table.loads.future_gap[0] == gap
-    assert not fleet.table.loads.future_streams[:, 0].any()
+    assert fleet.table.loads.future.gap[0] == gap
+    assert not fleet.table.loads.future.counts[:, 0].any()
 
 
 def test_burst_before_any_new_report_is_spread_evenly() -> None:
@@ -389,7 +389,7 @@ def test_replicas_with_different_classes_are_routed_together() -> None:
     old, new, older = (fleet.table.by_name[name].slot for name in ("old", "new", "older"))
     fleet.table.refresh(0.0)
     # By the two classes of the replica that joined last. It has not reported, and counts as busy as the busiest.
-    assert fleet.table.loads.streams[:, [old, new, older]].tolist() == [[1, 1, 1], [5, 9, 9]]
+    assert fleet.table.loads.now.counts[:, [old, new, older]].tolist() == [[1, 1, 1], [5, 9, 9]]
 
 
 def test_replica_of_another_page_size_has_no_prefix_hits() -> None:

@@ -173,15 +173,15 @@ def test_steps_with_adapters_take_what_the_replica_says() -> None:
     batch = replica.scheduler.schedule(replica.now)
     assert batch.work[-2:] == (2e6, 3e6)
     newest = batch.work._replace(context=batch.work.context + 4)  # the router counts the newest token of each stream
-    assert fleet.table.loads.gap[0] == pytest.approx(cost.seconds(newest))
+    assert fleet.table.loads.now.gap[0] == pytest.approx(cost.seconds(newest))
     new = replace(query("new", 80), adapter="c", adapter_weights=10**6)
     alone = fleet_of({"a": replica.profile}).choose(new, 0.0)
     assert alone.prefill_seconds == pytest.approx(cost.chunk_seconds(0, 80, 10**6) + cost.base)
-    gaps, more = [float(fleet.table.loads.future_gap[0])], cost.per_decode + 80 * cost.per_context
+    gaps, more = [float(fleet.table.loads.future.gap[0])], cost.per_decode + 80 * cost.per_context
     for name in ("new", "again"):
         place(fleet, replace(new, request_id=name))
         fleet.table.refresh(0.0)
-        gaps.append(float(fleet.table.loads.future_gap[0]))
+        gaps.append(float(fleet.table.loads.future.gap[0]))
     assert gaps[1] - gaps[0] == pytest.approx(more + 5e-3 + 1e-3)
     assert gaps[2] - gaps[1] == pytest.approx(more + 1e-3), "the matrices of an adapter are read once"
 
@@ -347,6 +347,18 @@ def test_prompt_that_needs_more_pages_than_waiting_ones_leave_waits_for_their_en
     )
 
 
+def test_prompt_without_room_waits_at_least_as_long_as_those_have_that_need_no_more() -> None:
+    fleet = fleet_of({"a": profile()})
+    full = live(2, streams=(0, 1, 0), context_tokens=4000, ends=((1, 250),), free_pages=(-300,) * 3, pages_now=(0,) * 3)
+    short, long = (query("new", num_tokens) for num_tokens in (1000, 2400))  # of 71 and 158 pages
+    fleet.hear("a", changed(full, lacking=((100, 0.15, 50, 3), (200, 0.15, 50, 6))), 0.0)
+    assert predicted_ttft(fleet, short) < 3 < predicted_ttft(fleet, long) < 6
+    fleet.hear("a", changed(full, sequence=3, lacking=((100, 0.15, 50, 12), (200, 0.15, 50, 15))), 0.0)
+    assert predicted_ttft(fleet, short) < 3
+    with pytest.raises(Overloaded):  # its class promises 10 s
+        fleet.choose(long, 0.0)
+
+
 def test_pages_that_a_waiting_prompt_has_taken_since_the_report_are_not_free() -> None:
     fleet = fleet_of({"a": profile()})
     lacking = ((270, 0.15, 50),)  # pages, seconds, tokens of output
@@ -419,6 +431,6 @@ def test_share_of_prompts_is_the_schedulers_own_for_every_chunk_policy(
     fleet.hear("a", Publisher(scheduler, "first", sequence=9).live(replica.now), 0.0)
     fleet.table.refresh(0.0)
     shares = [max(scheduler.forecast.prefill_share(priority), LEAST_SHARE) for priority in range(len(CLASSES))]
-    assert fleet.table.loads.prefill_share[:, 0] == pytest.approx(shares)
+    assert fleet.table.loads.shares.now[:, 0] == pytest.approx(shares)
     if policy == "added":
         assert shares == [0.3, 0.3, 0.2]

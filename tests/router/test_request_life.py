@@ -290,17 +290,18 @@ def test_early_tokens_wait_for_the_first_and_end_with_it() -> None:
     assert life.is_over
 
 
-@pytest.mark.parametrize("way", ["grant", "grant after the end of the other leg", "computed by the decode replica"])
-def test_first_token_waits_until_the_decode_replica_has_pages(way: str) -> None:
-    """Or a client would have one token and then wait for a place: a gap that no class promises."""
+@pytest.mark.parametrize("way", ["shipped", "shipped before the grant is known", "computed by the decode replica"])
+def test_first_token_waits_until_the_decode_replica_has_pages_and_they_have_come(way: str) -> None:
+    """Or a client would have one token and then wait for a place, or for all pages: a gap that no class promises."""
     life = paired_life(is_granted=False)
     assert life.tokens("p", delta(0), 1.0) == []
     assert life.output == []
     assert life.tick(life.deadline) == [Ask("d", 0), Ask("p", 0)], "it is waited for as before, and not for ever"
-    if way == "grant":
-        assert life.tokens("d", grant(), 9.0) == [delta(0)]
-    elif way == "grant after the end of the other leg":
-        shipped = TokenDelta("r", [], finish_reason=FinishReason.SHIPPED)
+    shipped = TokenDelta("r", [], finish_reason=FinishReason.SHIPPED)
+    if way == "shipped":
+        assert life.tokens("d", grant(), 9.0) == [], "all pages travel from now on"
+        assert life.tokens("p", shipped, 9.5) == [Detach("p", 0, False), delta(0)]
+    elif way == "shipped before the grant is known":
         assert life.tokens("p", shipped, 9.0) == [Detach("p", 0, False)]
         assert life.tokens("d", grant(), 9.5) == [delta(0)]
     else:
@@ -309,6 +310,20 @@ def test_first_token_waits_until_the_decode_replica_has_pages(way: str) -> None:
         assert life.tokens("d", other, 9.5) == [other]
     assert life.tokens("d", delta(1), 10.0) == [delta(1)]
     assert life.tokens("d", grant(), 10.0) == [], "a repeated one changes nothing"
+
+
+def test_first_token_whose_pages_travel_late_waits_no_longer_than_the_second() -> None:
+    life = paired_life(is_granted=False)
+    assert life.tokens("p", delta(0), 1.0) == []
+    assert life.tokens("d", grant(), 9.0) == []
+    assert life.tokens("d", delta(1), 9.5) == [delta(0), delta(1)], "before the end of the other leg is known"
+
+
+def test_first_token_whose_pages_travel_late_is_shown_once_the_decode_replica_must_compute_them() -> None:
+    life = paired_life(is_granted=False)
+    assert life.tokens("p", delta(0), 1.0) == []
+    assert life.tokens("d", grant(), 9.0) == []
+    assert life.lost("p", 0, DEATH, 9.5) == [Detach("p", 0, True), delta(0)]
 
 
 def test_request_that_ends_with_its_first_token_waits_for_no_grant() -> None:

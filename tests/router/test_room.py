@@ -41,14 +41,20 @@ def test_request_on_its_way_passes_one_that_waits_for_more_pages() -> None:
     assert (second_s, second) == (pytest.approx(0.5), 0.0), "then the stream, and the one that waits has room"
 
 
-def test_no_request_passes_one_whose_prompt_another_replica_computes() -> None:
-    """The replica grants pages to it before prompts of its own, however few these need."""
+def test_request_on_its_way_passes_one_from_elsewhere_that_waits_for_more_pages() -> None:
     booked = InFlightLoad(1, 40, 0.1, pages=3, decodes=True, output=5)
     report = live(ends=((40, 5),), lacking=((9, 0.0, 50),))
     assert free_later(report, (booked,), 4.0, GAP, SHARE)[:2] == [
-        (pytest.approx(0.4), 0.0),  # the stream ends, and the one from elsewhere takes all pages
-        (pytest.approx(0.9), 6.0),  # its output ends, and the booked one has room
+        (pytest.approx(0.25), 4.0),  # 10 tokens of the stream pass beside its prompt, then 5 of its own
+        (pytest.approx(0.5), 0.0),  # then the stream ends, and the one from elsewhere takes all pages
     ]
+
+
+def test_streams_end_later_where_prompts_took_much_of_the_time_recently() -> None:
+    """A token of 10 ms, and as many of prompts: those that are known end soon, but others will follow."""
+    for prompts, seconds in ((0.25, 0.4 / 3), (0.5, 0.2), (0.9, 0.2)):
+        report = live(ends=((10, 5),), prompt_shares=(prompts,))
+        assert free_later(report, (), 2.0, GAP, SHARE) == [(pytest.approx(seconds), 7.0)]
 
 
 def test_waiting_request_with_room_slows_the_streams_and_ends_after_its_prompt_and_output() -> None:

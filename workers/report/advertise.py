@@ -127,10 +127,17 @@ def _started_seconds(scheduler: Scheduler) -> float:
 def _ends(scheduler: Scheduler, wanted: Collection[int]) -> tuple[tuple[int, int], ...]:
     """Return, of the requests that are expected to end first, the tokens until then and the pages that it frees.
 
-    Requests whose pages are sent end elsewhere. `wanted`: cached pages that requests which wait will keep."""
+    An output longer than the mean says little about its own end. But so many requests end no faster than one in each
+    part of a mean output, however their lengths vary. Requests whose pages are sent end elsewhere. `wanted`: cached
+    pages that requests which wait will keep."""
     table = scheduler.table
     ends = [(_tokens_left(table, each), each) for each in table.running if each.leg is not Leg.SEND]
-    first = sorted(ends, key=lambda end: end[0])[:MOST_ENDS]
+    part = table.mean_output / max(len(ends), 1)
+    first = [
+        (min(max(left, int(number * part)), max(each.sampling.max_tokens - each.num_output_tokens, left)), each)
+        for number, (left, each) in enumerate(sorted(ends, key=lambda end: end[0])[:MOST_ENDS], start=1)
+    ]
+    first.sort(key=lambda end: end[0])
     arriving = [owner for owner, request in table.awaited.items() if request.status is Status.RUNNING]
     owners = [*arriving, *(each.owner for _, each in first)]  # what arrives is there before a request ends
     freed = scheduler.pages.num_freed_in_turn(owners, wanted)[len(arriving) :]
@@ -198,12 +205,13 @@ def _room(scheduler: Scheduler) -> Room:
             seconds = 0.0 if request.leg is Leg.RECEIVE else scheduler.forecast.prefill_seconds(request)
             held = num_pages + arriving.get(request.id, 0)
             output = 0 if request.leg is Leg.SEND else _tokens_left(scheduler.table, request)
-            some.append(WaitingRequest(held, seconds, output))
+            is_due = request.is_offered or request.leg is not Leg.RECEIVE
+            waited_s = max(int(scheduler.table.now - request.arrival_time), 0) if lacks and is_due else 0
+            some.append(WaitingRequest(held, seconds, output, waited_s))
         for priority in range(request.priority, num_classes):
             slots[priority] -= 1
             pages[priority] -= num_pages
-            keeps_back = request.leg is Leg.RECEIVE or num_pages <= pages_now[priority]
-            pages_now[priority] -= num_pages if keeps_back else 0
+            pages_now[priority] -= num_pages if num_pages <= pages_now[priority] else 0
     block_pool = scheduler.pages.block_pool
     return Room(
         tuple(slots),

@@ -38,6 +38,7 @@ class WaitingRequest(NamedTuple):
     pages: int  # pages that the request needs
     seconds: float  # of its prompt
     output: int  # tokens that it is expected to make
+    waited_s: int = 0  # whole seconds since it came; 0 while another replica has not begun to compute its prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,8 @@ _LEAST_URGENT: Turn = (1000, 0.0, 0)  # than any class
 class Startable:
     """Which waiting requests a step may still try to start: none less urgent than one that could not.
 
-    Requests that lack pages are passed by others of their turn, unless they starve. With `fcfs`, nothing is passed."""
+    Requests that lack pages are passed by others of their turn, unless they starve, or were preempted: the client of a
+    stream waits for its next token. With `fcfs`, nothing is passed."""
 
     table: RequestTable
     least_urgent: Turn = _LEAST_URGENT
@@ -39,7 +40,8 @@ class Startable:
         elif lacks == "pages":
             own = turn(request, self.table.tenants)
             self._num_misfits = self._num_misfits + 1 if own == self.least_urgent else 1
-            self.least_urgent = before(own) if self._num_misfits >= MOST_MISFITS else own
+            goes_first = request.num_preemptions or self._num_misfits >= MOST_MISFITS
+            self.least_urgent = before(own) if goes_first else own
             self.least_urgent = STARVING if self.table.is_starving(request) else self.least_urgent
 
 

@@ -34,11 +34,9 @@ class Handoff:
     def grant(self, now: float) -> list[Request]:
         """Reserve pages for requests that another replica has offered, in prompt order, as far as there are any.
 
-        A request that lacks pages keeps back less urgent ones; a starving request keeps back all others. An offered
-        request also keeps back requests of its own turn that would be computed here: the other replica holds pages of
-        its prompt, and its client gets the first token when there are pages here. Other offered requests of its turn
-        pass it. Returns the requests that got pages. The first `num_computed_tokens` of each are cached
-        here and need no transfer.
+        A request that lacks pages keeps back less urgent ones; one that was preempted also those of its own turn; a
+        starving request keeps back all others. Returns the requests that got pages. The first `num_computed_tokens` of
+        each are cached here and need no transfer.
         """
         table = self.table
         table.begin_step(now)
@@ -51,12 +49,11 @@ class Handoff:
         waiting = [request for request in here if request.is_offered or request.leg is not Leg.RECEIVE]
         table.note_tenants(table.prefills())
         startable: Turn = (len(table.config.slo_classes), 0.0, 0)
-        startable_here = startable
         set_aside = 0
         starvation_s = table.config.starvation_s
         for request in order_prefills(waiting, now, table.prefilled.tokens, starvation_s, table.tenants):
             own = turn(request, table.tenants)
-            if own > (startable if request.is_offered else startable_here):
+            if own > startable:
                 table.kept_back.add(request.id)
                 continue
             if not has_slot(table, request):
@@ -70,8 +67,8 @@ class Handoff:
             elif kv.admit(table, request, hit, set_aside):
                 granted.append(request)
                 continue
-            startable = STARVING if table.is_starving(request) else min(startable, own)
-            startable_here = min(startable_here, startable, before(own) if request.is_offered else own)
+            least = before(own) if request.num_preemptions else own
+            startable = STARVING if table.is_starving(request) else min(startable, least)
         if not granted:
             _end_circular_wait(table)
         return granted

@@ -91,14 +91,30 @@ def test_live_profile_counts_every_kind_of_request() -> None:
 
 
 @pytest.mark.parametrize("leg", [Leg.LOCAL, Leg.RECEIVE])
-def test_prompts_pass_a_waiting_one_that_lacks_pages_unless_another_replica_computes_it(leg: Leg) -> None:
+def test_prompts_pass_a_waiting_one_that_lacks_pages_wherever_that_is_computed(leg: Leg) -> None:
     replica = new_replica()
     add(replica, "stream", 900, max_tokens=20)
     replica.step()
     add(replica, "waits", 900, leg=leg)
     live = observe(replica.scheduler, "me", 1)
     assert live.room.free_pages[1] < 0
-    assert (live.room.pages_now[1] > 0) is (leg is Leg.LOCAL)
+    assert live.room.pages_now[1] > 0
+
+
+def test_outputs_beyond_the_mean_end_one_after_another_as_fast_as_others_did() -> None:
+    replica = new_replica()
+    for number in range(5):
+        add(replica, str(number), 40, max_tokens=60 if number == 4 else 300)
+    running = replica.scheduler.table.running
+    while len(running) < 5 or not all(each.is_decoding for each in running):
+        replica.step()
+    for request in running:
+        made = request.sampling.max_tokens - 100 if request.sampling.max_tokens == 300 else 50
+        request.token_ids += [7] * (made - request.num_output_tokens)
+    for mean, lefts in ((1.0, [4] * 5), (100.0, [10, 20, 40, 60, 80])):
+        replica.scheduler.table.mean_output = mean
+        found = [left for left, _ in observe(replica.scheduler, "me", 1).room.ends]
+        assert found == lefts, "each in the page of its next token, or one in 20 tokens, but the one that may not"
 
 
 def test_prompt_whose_vector_is_wanted_is_a_prompt_and_no_stream_to_come() -> None:
@@ -144,14 +160,15 @@ def test_waiting_prompt_that_lacks_pages_takes_none_of_those_that_are_free_now()
         add(replica, name, num_tokens)
         if name == "stream":
             replica.step()
+    replica.scheduler.table.now = 3.0
     live, page_size = observe(replica.scheduler, "me", 1), replica.scheduler.pages.page_size
     (stream,) = replica.scheduler.table.running
     free = 300 - replica.scheduler.pages.num_held_by(stream.owner) - replica.scheduler.table.num_growth_pages(stream)
     long, short = (num_tokens // page_size + 1 for num_tokens in (900, 40))  # with the page of the first tokens
     assert live.room.pages_now[1] == free - short
     assert live.room.free_pages[1] == live.room.pages_now[1] - long < 0
-    assert live.room.lacking == ((long, pytest.approx(COST.prefill_seconds(0, 900, 64)), 20),)
-    assert live.room.starting == ((short, pytest.approx(COST.prefill_seconds(0, 40, 64)), 20),)
+    assert live.room.lacking == ((long, pytest.approx(COST.prefill_seconds(0, 900, 64)), 20, 3),)
+    assert live.room.starting == ((short, pytest.approx(COST.prefill_seconds(0, 40, 64)), 20, 0),)
 
 
 def test_pages_that_a_waiting_prompt_will_share_are_not_free_when_their_stream_ends() -> None:
@@ -175,7 +192,7 @@ def test_prefix_that_another_replica_will_send_takes_room() -> None:
     assert scheduler.borrowed.grant("waits", 40, 0.0)
     live = observe(scheduler, "me", 2)
     assert live.room.pages_now[1] == 400 - 11 - 1
-    assert [pages for pages, _, _ in live.room.starting] == [11 + 1], "all of them are free when it ends"
+    assert [pages for pages, *_ in live.room.starting] == [11 + 1], "all of them are free when it ends"
 
 
 def test_pages_that_requests_share_are_free_when_the_last_of_them_ends() -> None:

@@ -41,7 +41,7 @@ deltas = st.builds(
     error=st.none() | st.text(max_size=9),
     embedding=st.none() | st.binary(max_size=9),
 )
-waiting = st.builds(WaitingRequest, numbers, finite, numbers)
+waiting = st.builds(WaitingRequest, numbers, finite, numbers, numbers)
 groups = st.lists(st.builds(Prompts, numbers, numbers, numbers, numbers, finite), max_size=2).map(tuple)
 profiles = st.builds(
     LiveProfile,

@@ -95,19 +95,34 @@ def test_grants_follow_the_priorities_of_clients() -> None:
     assert granted(scheduler) == ["a"]
 
 
-def test_offered_prompt_that_lacks_pages_keeps_back_the_prompts_of_its_turn() -> None:
-    """Its client soon reads the first token, and waits for the second one as long as there are no pages here."""
+def test_prompt_of_its_turn_passes_an_offered_one_that_lacks_pages() -> None:
     scheduler = new_scheduler(num_pages=26)
     scheduler.add(new_request("running", [1] * 60))
     ModelFreeReplica(scheduler).step()
-    scheduler.add(new_request("before", [2] * 12))
     scheduler.add(pair_request("a", 60, Leg.RECEIVE))
     scheduler.add(new_request("after", [3] * 12))
     assert granted(scheduler) == []
-    assert scheduler.table.kept_back == {"before", "after"}
+    assert scheduler.table.kept_back == set()
+    computed = [part.request.id for part in ModelFreeReplica(scheduler).step().batch.scheduled]
+    assert computed == ["running", "after"]
+
+
+def test_preempted_stream_that_lacks_pages_is_passed_by_none_of_its_turn() -> None:
+    """Its client waits for the next token, others for their first."""
+    scheduler = new_scheduler(num_pages=26)
+    scheduler.add(new_request("running", [1] * 60))
     replica = ModelFreeReplica(scheduler)
-    while not granted(scheduler):
-        assert [part.request.id for part in replica.step().batch.scheduled] == ["running"]
+    replica.step()
+    scheduler.add(stream := new_request("stream", [2] * 24))
+    replica.step()
+    scheduler.table.preempt(stream)
+    stream.token_ids += [2] * 36  # its pages are more than are free
+    scheduler.add(pair_request("a", 12, Leg.RECEIVE))
+    scheduler.handoff.offer("a")
+    scheduler.add(new_request("after", [3] * 12))
+    assert granted(scheduler) == []
+    assert scheduler.table.kept_back == {"a", "after"}
+    assert [part.request.id for part in replica.step().batch.scheduled] == ["running"]
 
 
 def test_pages_are_granted_first_where_the_second_token_is_due_first() -> None:
