@@ -16,7 +16,7 @@ from crossdock.router import baselines
 from crossdock.router.fetching import Sources, with_sources
 from crossdock.router.loading import with_loads
 from crossdock.router.loads import Slots
-from crossdock.router.placement import Candidates, Placement, Query, check_promise, choose
+from crossdock.router.placement import Candidates, Placement, Query, check_promise, choose, first_token_s
 from crossdock.router.predict import Prediction, PromptPrediction, lacks_room, predict_prompt, with_output
 from crossdock.router.prefixes import Prefixes, num_shared, pages_by_slot
 from crossdock.router.replica_table import ReplicaState, ReplicaTable
@@ -156,7 +156,7 @@ class Fleet:
             pair = choose(loads, query, cached, prediction, slo, candidates)
             prefill = pair.prefill
             decode = pair.decode
-        how, brought = self._brought(ways, prefill, candidates.prefills)
+        how, brought = self._brought(query, ways, prefill, candidates)
         return self._placement(query, slo, prediction, prefill, decode, cached, how, **brought)
 
     def book(self, query: Query, placement: Placement) -> None:
@@ -350,7 +350,6 @@ class Fleet:
         best."""
         fastest, second = self.in_tiers
         cached, *by_tier = self._held(query, (fastest, second) if len(second) else (fastest,) if len(fastest) else ())
-
         ages = self.table.ages(now)
         in_use = self._in_use(query, cached, ages)
 
@@ -375,17 +374,16 @@ class Fleet:
         fetches = with_sources(loads, ways.cached, ways.prediction, again, slo, candidates, waits, reported)
         return ways._replace(fetches=fetches)
 
-    def _brought(self, ways: "_Ways", slot: int, prefills: Slots) -> tuple[str, dict[str, Any]]:
-        """Return a word for how the replica in `slot` gets pages that it lacks, and what the placement says of that.
-
-        `prefills`: the replicas that may compute the prompt for another."""
+    def _brought(self, query: Query, ways: "_Ways", slot: int, candidates: Candidates) -> tuple[str, dict[str, Any]]:
+        """Return a word for how the replica in `slot` gets pages that it lacks, and what the placement says of that."""
         if ways.fetches is None and ways.loading is None:
             return "", {}
         alternatives = dict(ways.fetches.alternatives) if ways.fetches is not None else {}
         if ways.loading is not None and len(ways.loading):
             alternatives["load"] = round(float(ways.prediction.ttft[ways.loading].min()), 6)
-        if alternatives and len(prefills):
-            alternatives["ship"] = round(float(ways.prediction.ttft[prefills].min()), 6)
+        if alternatives and len(candidates.prefills):
+            asked = self.table.loads, query, ways.cached, ways.prediction, candidates.prefills, candidates.decodes
+            alternatives["ship"] = round(first_token_s(*asked), 6)
         if ways.fetches is not None and (fetch := ways.fetches.of(slot)) is not None:
             source = self.table.replica_in(fetch.source).name
             sent = {"source": source, "source_tokens": int(fetch.tokens), "source_seconds": fetch.seconds}
@@ -400,13 +398,15 @@ class Fleet:
         prediction: Prediction[Any],
         prefill: int,
         decode: int,
-        cached: Floats | float,
+        cached: Any,
         how: str = "",
         **brought: Any,
     ) -> Placement:
         """Return the placement of a request. `how`, `brought`: see `_brought`."""
         first, last = self.table.replica_in(prefill), self.table.replica_in(decode)
-        ttft, alone = _first_token_s(prediction, prefill, decode), _at(prediction.alone, prefill)
+        ttft, alone = _at(prediction.ttft, prefill), _at(prediction.alone, prefill)
+        if prefill != decode:
+            ttft = first_token_s(self.table.loads, query, cached, prediction, np.array([prefill]), np.array([decode]))
         late = slo.weight * max(ttft - slo.ttft_deadline(alone), 0.0)
         late += _at(prediction.prompt_lateness, prefill) + _at(prediction.decode_lateness, decode)
         reason = self.config.policy + how
@@ -425,12 +425,6 @@ class Fleet:
             weights=last.profile.weights if self.config.unlike_weights == "apart" else "",
             **brought,
         )
-
-
-def _first_token_s(prediction: Prediction[Any], prefill: int, decode: int) -> float:
-    """Return the predicted seconds to a first token. That of a pair waits for room of the decode replica too."""
-    computed = _at(prediction.ttft, prefill)
-    return computed if prefill == decode else max(computed, _at(prediction.room_wait, decode))
 
 
 def _at(figures: Floats | float, slot: int) -> float:

@@ -239,18 +239,29 @@ def _handover_costs(
 ) -> Floats:
     """Return the weighted seconds `[prefill, decode]` that a pair costs beside its prompt and its output.
 
-    The client gets the first token once it is computed and the decode replica has room. The second one needs all pages.
-    They travel from then on while the prompt is computed; those of the last chunk, and of the state, afterwards. Where
-    that takes longer than a token may, the stream is late.
+    The client gets the first token once it is computed; where the decode replica has room only later, once all pages
+    have come. The second one needs all pages. They travel from then on while the prompt is computed; those of the last
+    chunk, and of the state, afterwards. Where that takes longer than a token may, the stream is late.
     """
     computed = prediction.ttft[near, None]
     room = prediction.room_wait[far]
-    first = np.maximum(computed, room)
     travel, behind = _travel(loads, query, cached, prediction, near, far)
+    first = np.where(room > computed, room + travel, computed)
     gap = HANDOVER_S + np.maximum(computed + behind, room + travel) - first
     late = np.maximum(first - due, 0.0) - np.maximum(computed - due, 0.0) + np.maximum(gap - slo.tpot_s, 0.0)
     costs: Floats = slo.weight * (first - computed + gap + LATE_WEIGHT * late)
     return costs
+
+
+def first_token_s(
+    loads: Loads, query: Query, cached: Floats, prediction: Prediction[Floats], near: Slots, far: Slots
+) -> float:
+    """Return the least seconds to a first token of all pairs, as `_handover_costs` has them."""
+    computed, room = prediction.ttft[near, None], prediction.room_wait[far]
+    if (room <= computed).all():
+        return float(computed.min())
+    travel, _ = _travel(loads, query, cached, prediction, near, far)
+    return float(np.where(room > computed, room + travel, computed).min())
 
 
 def _travel(

@@ -267,6 +267,26 @@ def test_wait_for_pages_of_the_decode_replica_is_part_of_a_pairs_first_token() -
     assert (late.late > 0, late.reason) == (True, "shipped late")
 
 
+def test_first_token_that_waits_for_pages_comes_when_they_have_travelled() -> None:
+    """18.8 MB, which begin to travel when there are pages for them."""
+    found = []
+    for bytes_per_second in (1e9, 1e8):
+        fleet = pools(shipping="always", bytes_per_second=bytes_per_second)
+        fill(fleet, "d", 1000)
+        found.append(fleet.choose(query("r", 3000), 0.0).predicted_ttft)
+    assert found[1] - found[0] == pytest.approx(3000 / PAGE_SIZE * 100_000 * (1e-8 - 1e-9), rel=0.01)
+
+
+def test_pair_without_room_in_time_is_refused_where_prompts_wait_too() -> None:
+    """An idle replica refuses nothing."""
+    fleet = pools(shipping="always")
+    fill(fleet, "d", 9000)
+    assert fleet.choose(query("r", 3000), 0.0).late > 0
+    fleet.hear("p", live(2, prompts=(Prompts(1, 2, 1, 1000, 0.1),)), 0.0)
+    with pytest.raises(Overloaded):
+        fleet.choose(query("r", 3000), 0.0)
+
+
 def test_pair_with_a_full_decode_replica_costs_the_lateness_of_its_first_token() -> None:
     """A mixed replica that is late by less makes the output, although prompts wait there for longer than at "p"."""
     mixed = profile(admission="queue")
