@@ -32,7 +32,7 @@ def read_yaml(text: str) -> Any:
         line = "" if error.problem_mark is None else f"line {error.problem_mark.line + 1}: "
         raise ValueError(f"{line}{' '.join(str(error.problem).split())}") from None
     except yaml.reader.ReaderError as error:  # its position is a character's, and it knows no file
-        line = text.count("\n", 0, error.position) + 1
-        raise ValueError(f"line {line}: {chr(error.character)!r} is not allowed in YAML") from None
+        number = text.count("\n", 0, error.position) + 1
+        raise ValueError(f"line {number}: {chr(error.character)!r} is not allowed in YAML") from None
     except yaml.YAMLError as error:
         raise ValueError(" ".join(str(error).split())) from None
