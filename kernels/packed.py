@@ -26,6 +26,7 @@ TABLES = {"e2m1": (*_E2M1, *(-value for value in _E2M1)), "nf4": _NF4}
 IN_NIBBLES: tuple[Kind, ...] = ("int4", "e2m1", "nf4")  # two codes share a byte
 _PANEL_BYTES = {"cpu": 4 << 20}  # of float32, that are dequantised at a time; memory holds several times as many
 _PANEL_BYTES_OF_GPUS = 16 << 20
+_TORCH_OF_ADA = "2.12"  # the first whose products of e4m3 follow the current stream there (pytorch#177651)
 DTYPES = {
     "int4": torch.uint8,
     "e2m1": torch.uint8,
@@ -255,6 +256,16 @@ def scaled_product(x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) 
     own = matrix.scales.float().expand(N, 1).T.contiguous()
     out = torch._scaled_mm(codes, matrix.codes.T, scales, own, out_dtype=x.dtype)
     return (out if bias is None else out + bias).view(*x.shape[:-1], N)
+
+
+def require_e4m3_products(device: torch.device) -> None:
+    """Check that `scaled_product` runs on the current stream of a GPU that `multiplies_e4m3`. ValueError: not there."""
+    if torch.cuda.get_device_capability(device) == (8, 9) and torch.__version__ < _TORCH_OF_ADA:
+        raise ValueError(
+            f"FP8 weights need torch {_TORCH_OF_ADA} or newer on a GPU of compute capability 8.9: torch "
+            f"{torch.__version__} launches their products beside the current stream, and CUDA graphs would give wrong "
+            f"tokens. Install a newer torch, or serve plain weights"
+        )
 
 
 def multiplies_e4m3(matrix: PackedMatrix, dtype: torch.dtype, device: torch.device) -> bool:

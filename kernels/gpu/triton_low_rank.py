@@ -4,6 +4,8 @@ The first multiplies inputs by each adapter's A, the second the results by its B
 """
 
 from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,6 +17,7 @@ from torch import Tensor
 _ROWS = 16  # of one adapter that a program holds: the least that tensor cores multiply
 _INPUTS = 64  # of a row at once
 _SHARE = 1024  # inputs of a row that one program multiplies; the second launch adds the shares
+_ALIGNMENT = 16  # bytes: Triton compiles a kernel again for pointers that are less aligned
 _OUTPUTS = 128  # of a row that one program computes
 
 
@@ -32,8 +35,8 @@ class LowRankRows:
         for start, own in zip(np.cumsum([0, *num_blocks[:-1]]), rows, strict=True):
             padded[start:].reshape(-1)[: len(own)] = own
         owners = np.repeat(np.arange(len(rows), dtype=np.int32), num_blocks)
-        self._rows, self._owners = torch.from_numpy(padded).to(device), torch.from_numpy(owners).to(device)
-        self._num_linears, self._tables = tables.shape[1], tables.to(device)
+        self._num_linears = tables.shape[1]
+        self._tables, self._rows, self._owners = _copied(device, tables.numpy(), padded, owners)
         self._width = max(16, triton.next_power_of_2(int(tables[..., 2].max())))
 
     def add(self, linear: int, x: Tensor, y: Tensor) -> None:
@@ -49,6 +52,20 @@ class LowRankRows:
         _shrink_kernel[(num_blocks, num_shares)](x, inner, *where, K, x.stride(0), **sizes, **shrink)
         grid = num_blocks, triton.cdiv(y.shape[1], _OUTPUTS)
         _expand_kernel[grid](y, inner, *where, num_shares, y.shape[1], y.stride(0), **sizes, BLOCK_N=_OUTPUTS)
+
+
+def _copied(device: torch.device, *arrays: NDArray[Any]) -> list[Tensor]:
+    """Return arrays as tensors on a device, all in one copy that the host does not wait for. The widest come first."""
+    ends = list(accumulate(-(-array.nbytes // _ALIGNMENT) * _ALIGNMENT for array in arrays))
+    staged = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    starts = [0, *ends[:-1]]
+    for start, array in zip(starts, arrays, strict=True):
+        staged.numpy()[start : start + array.nbytes] = array.reshape(-1).view(np.uint8)
+    on_device = staged.to(device, non_blocking=True)
+    return [
+        on_device[start : start + array.nbytes].view(getattr(torch, array.dtype.name)).view(array.shape)
+        for start, array in zip(starts, arrays, strict=True)
+    ]
 
 
 @triton.jit(do_not_specialize=["linear"])

@@ -1,5 +1,6 @@
 """Packed matrices beside sums written out element by element, and their parts beside parts of the whole."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.torch_version import TorchVersion
 
 from crossdock.kernels import packed
 from crossdock.kernels.packed import Kind, PackedMatrix, packed_product, plain_rows, scaled_product
@@ -142,3 +144,16 @@ def test_gpus_with_e4m3_multiply_in_it_where_scales_are_of_rows(monkeypatch: pyt
     assert not packed.multiplies_e4m3(of_rows, other.dtype, other.device)
     capability[0] = (8, 6)
     assert not packed.multiplies_e4m3(of_rows, x.dtype, x.device)
+
+
+@pytest.mark.parametrize(
+    ("version", "capability", "is_refused"),
+    [("2.11.0+cu130", (8, 9), True), ("2.12.0", (8, 9), False), ("2.11.0", (9, 0), False), ("2.13.1", (8, 9), False)],
+)
+def test_products_of_e4m3_are_refused_where_torch_launches_them_beside_the_current_stream(
+    version: str, capability: tuple[int, int], is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    monkeypatch.setattr(torch, "__version__", TorchVersion(version))
+    with pytest.raises(ValueError, match=r"FP8 weights need torch 2\.12") if is_refused else nullcontext():
+        packed.require_e4m3_products(torch.device("cuda"))

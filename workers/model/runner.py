@@ -105,6 +105,11 @@ class Runner:
             computed = self.finish(step, previous_tokens)
             return computed, self._hidden(step[0])
 
+    @property
+    def verified(self) -> tuple[int, int] | None:
+        """Return how many streams with drafts a recorded step has at most, and their rows; None: none is recorded."""
+        return next((graphs.verified for graphs in self.graphs if isinstance(graphs, MixedGraphs)), None)
+
     def wait(self) -> None:
         """Wait until the device has computed all steps."""
         self.model.wait()

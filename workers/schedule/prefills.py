@@ -43,6 +43,7 @@ class PrefillScheduler:
     table: RequestTable
     forecast: Forecast
     states: RecurrentStates | NoStates = NO_STATES
+    row_tile: int = 1  # see `ChunkBudget`
 
     def candidates(self, running: Sequence[Request]) -> list[Request]:
         """Return the requests with prompt tokens to compute here, in the order in which they get chunks.
@@ -123,6 +124,8 @@ class PrefillScheduler:
         if config.max_prefill_tokens and config.max_prefill_tokens < budget.tokens:
             budget.tokens = config.max_prefill_tokens
             budget.reason = "max_prefill_tokens"
+        budget.row_tile = self.row_tile
+        budget.rows = sum(part.num_tokens for part in decodes)
         return budget
 
     def _idle_step(self, prefills: Sequence[Request], cost: StepCost) -> float:

@@ -84,6 +84,7 @@ class Scheduler:
         encoding: Encoding | None = None,
         tiers: TierPages | None = None,
         max_loras: int = 0,
+        row_tile: int = 1,
     ) -> None:
         """Create a scheduler without requests.
 
@@ -100,6 +101,7 @@ class Scheduler:
             encoding: the cache of pictures' embeddings. Without it no request may have items.
             tiers: the pages in tiers below the pool. Without it there are none.
             max_loras: adapters that the model holds at once. 0: it takes none.
+            row_tile: rows that the device multiplies at a time.
 
         Raises:
             ValueError: a request of `max_model_len` could not be served, or there are recurrent layers and items that
@@ -123,7 +125,7 @@ class Scheduler:
         self.adapters = AdapterSlots(table, max_loras)
         self.borrowed = BorrowedPrefixes(table, self.forecast, self.awaited)
         self._states = RecurrentStates(table, self.forecast) if pages.state_pages else NO_STATES
-        self._prefills = PrefillScheduler(table, self.forecast, self._states)
+        self._prefills = PrefillScheduler(table, self.forecast, self._states, row_tile)
         self.verification = Verification(table, self.forecast, drafting, self._states) if drafting is not None else None
         if cost is not None:
             pages.block_pool.price.learn(cost, self.loading.tiers.page_s)

@@ -1,5 +1,6 @@
 """Weights as humming-kernels gets them, beside a stand-in that is written after its API (0.1.19)."""
 
+import logging
 import sys
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -148,7 +149,9 @@ def test_what_the_kernels_do_not_take_is_named(weight: PackedMatrix, dtype: torc
     assert reason in str(why_not_humming(weight, dtype, CUDA))
 
 
-def test_linears_of_a_model_turn_where_their_matrices_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_linears_of_a_model_turn_where_their_matrices_fit(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     module = nn.Sequential(nn.Linear(256, 128), nn.Linear(256, 128, bias=False))
     put_linear(module[0], matrix("int4", 32))
     put_linear(module[1], matrix("int4", 8))
@@ -158,6 +161,9 @@ def test_linears_of_a_model_turn_where_their_matrices_fit(monkeypatch: pytest.Mo
         "crossdock.workers.model.layers.coded_products.why_not_humming",
         lambda packed, dtype, _: check(packed, dtype, CUDA),
     )
-    assert compute_by_humming(module, torch.bfloat16) == "humming 1 of 2"
+    with caplog.at_level(logging.WARNING):
+        assert compute_by_humming(module, torch.bfloat16) == "humming 1 of 2"
+    assert "1 of 2 packed weights are dequantised for each product: groups of 8 columns" in caplog.text
+    assert "about 11 times as long" in caplog.text
     assert (type(module[0]), type(module[1])) == (CodedLinear, PackedLinear)
     assert (module[0](x) - expected).norm() < 0.01 * expected.norm()  # where weights are dequantised, they are rounded

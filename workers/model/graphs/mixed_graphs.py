@@ -83,6 +83,11 @@ class MixedGraphs:
         """Return how many tokens the chunks of a recorded step have at most."""
         return self._chunk_tokens[-1]
 
+    @property
+    def verified(self) -> tuple[int, int]:
+        """Return how many streams with drafts a step has at most beside one chunk, and their rows."""
+        return _CHUNKS - 2, self._chunk_logits - 1
+
     def covers(self, inputs: StepInputs) -> bool:
         """Return whether some graph has room for the step."""
         num_decodes, num_chunks, num_tokens = _sizes(inputs)

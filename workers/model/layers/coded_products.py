@@ -1,7 +1,9 @@
 """Products from codes, where layers run in transformers' own code: packed linears and experts, rank by rank."""
 
+import logging
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, TypeAlias
 
 import torch
@@ -13,15 +15,26 @@ from crossdock.kernels.cpu.linear import ChosenLinear, Weights, linear_choice, u
 from crossdock.kernels.cpu.packed_linear import CodeForm, PackedPanels, why_not_packed
 from crossdock.kernels.gpu.humming_product import HummingProduct, why_not_humming
 from crossdock.kernels.options import CpuKernels
-from crossdock.kernels.packed import PackedMatrix, join_rows, multiplies_e4m3, packed_product
+from crossdock.kernels.packed import (
+    PackedMatrix,
+    join_rows,
+    multiplies_e4m3,
+    packed_product,
+    require_e4m3_products,
+)
 from crossdock.workers.model.weights.heap import trim_heap
 from crossdock.workers.model.weights.packed_layers import PackedExperts, PackedLinear
+
+logger = logging.getLogger(__name__)
 
 Parts: TypeAlias = Sequence[PackedMatrix]
 """Matrices whose rows lie one after the other in one weight."""
 
 Product: TypeAlias = ChosenLinear | HummingProduct
 """A product with one weight: x [T, K] to [T, N]."""
+
+_TIMES_PLAIN = 11
+"""Dequantising moves 22 bytes for each weight, through float32; a plain bfloat16 weight is read in 2. By arithmetic."""
 
 _MOST_ERROR = 0.02  # in norm, of products with rounded scales beside those of dequantised weights
 
@@ -113,23 +126,44 @@ def compute_by_humming(module: nn.Module, dtype: torch.dtype) -> str:
     Matrices move to its layout one after the other, so that memory holds them once. Others stay as they are: those with
     a reason of `why_not_humming`, those that are multiplied in e4m3, and experts whose codes our products read.
 
+    Where some are dequantised for each product, a warning says why, and how much slower that is.
+
     Raises:
-        ValueError: a product of a few rows differs from that of the dequantised weight.
+        ValueError: a product of a few rows differs from that of the dequantised weight. Or this torch multiplies e4m3
+            beside the current stream.
     """
     counts: Counter[str] = Counter()
+    dequantised: Counter[str] = Counter()  # by the reason
     for part in list(module.modules()):
         if isinstance(part, PackedLinear):
             products = _by_humming([[part.packed]], dtype)
             if products:
                 _turn(part, CodedLinear, "packed", product=products[0])
+            elif multiplies_e4m3(part.packed, dtype, part.packed.codes.device):
+                require_e4m3_products(part.packed.codes.device)
+            else:
+                dequantised[_why_dequantised([part.packed], dtype)] += 1
         elif isinstance(part, PackedExperts) and part.stacked is None:
             products = _by_humming(part.experts, dtype)
             if products:
                 _turn(part, CodedExperts, "experts", products=products)
+            else:
+                dequantised[_why_dequantised(chain.from_iterable(part.experts), dtype)] += 1
         else:
             continue
         counts["humming" if products else "others"] += 1
+    if dequantised:
+        logger.warning(
+            "%d of %d packed weights are dequantised for each product: %s. A step of few rows takes about %d times as "
+            "long with them as with plain bfloat16 weights: install humming-kernels, or serve plain weights",
+            *(dequantised.total(), counts.total(), dequantised.most_common(1)[0][0], _TIMES_PLAIN),
+        )
     return f"humming {counts['humming']} of {counts.total()}" if counts["humming"] else ""
+
+
+def _why_dequantised(matrices: Iterable[PackedMatrix], dtype: torch.dtype) -> str:
+    reasons = (why_not_humming(each, dtype, each.codes.device) for each in matrices)
+    return next((reason for reason in reasons if reason), "they are of unlike forms")
 
 
 def _by_humming(weights: Sequence[Parts], dtype: torch.dtype) -> Sequence[Product]:

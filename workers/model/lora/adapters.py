@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from crossdock.kernels.low_rank import Pair
 from crossdock.workers.model.cut.part import ModelPart, TensorSlice
+from crossdock.workers.model.device_copies import to_device
 from crossdock.workers.model.forward.forward_context import context_or_none
 from crossdock.workers.model.forward.row_adapters import AdapterRows, AdapterWeights, RowAdapters
 from crossdock.workers.model.lora.adapter_files import (
@@ -151,9 +152,9 @@ class Adapters:
                 first, *rest = numbers
                 last = rest[-1] if rest else first
                 spans.setdefault(name, []).append((int(query_start[first]), int(query_start[last + 1])))
-        groups = [AdapterRows(self.loaded[name], self._rows_of(own)) for name, own in spans.items()]
         if not self.in_triton:
-            return RowAdapters(groups)
+            return RowAdapters([AdapterRows(self.loaded[name], self._rows_of(own)) for name, own in spans.items()])
+        groups = [AdapterRows(self.loaded[name], slice(0)) for name in spans]  # keeps the weights until the step ends
         from crossdock.kernels.gpu.triton_low_rank import LowRankRows  # late: Triton is not installed everywhere
 
         tables = torch.stack([weights.table for weights, _ in groups])
@@ -163,7 +164,7 @@ class Adapters:
     def _rows_of(self, spans: Sequence[tuple[int, int]]) -> Tensor | slice:
         if len(spans) == 1:
             return slice(*spans[0])
-        return torch.cat([torch.arange(*span) for span in spans]).to(self.device)
+        return to_device(np.concatenate([np.arange(*span) for span in spans]), self.device)
 
     def _is_here(self, files: AdapterFiles, name: str) -> bool:
         """Return whether this rank has the module. ValueError: the model has no such linear, or one of another size."""

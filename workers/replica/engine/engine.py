@@ -62,6 +62,7 @@ class Engine:
         self.config = executor.config
         self.pages = executor.pages
         self.worker_group = executor.worker_group
+        self._step_deadline = executor.step_deadline
         self.tiers = executor.tiers
         self.adapters = executor.adapters
         self.grammars = executor.grammars
@@ -82,6 +83,7 @@ class Engine:
             encoding=executor.encoding,
             tiers=None if executor.tiers is None else executor.tiers.tiers,
             max_loras=0 if executor.adapters is None else executor.config.max_loras,
+            row_tile=executor.row_tile,
         )
         self.pipeline = Pipeline(executor.runner, executor.sampler, clock, executor.is_ahead)
 
@@ -365,9 +367,9 @@ class Engine:
         """
         self.cost_fit, self.intervals = StepCostFit(sweep), IntervalShare(intervals)
         pipeline = self.pipeline
-        if self.worker_group is not None and self.model.device.type == "cuda" and pipeline.deadline is None:
+        if self._step_deadline is not None and self.model.device.type == "cuda" and pipeline.deadline is None:
             # Not before: first steps compile kernels, for minutes.
-            pipeline.deadline = self.worker_group.step_deadline()
+            pipeline.deadline = self._step_deadline()
         self.scheduler.learn(self.cost_fit.cost, self.cost_fit.overrun, self.intervals.share)
         return self.cost_fit
 

@@ -10,12 +10,17 @@ from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.ranks.device import device_of
+from crossdock.workers.replica.ranks.step_deadline import StepDeadline
 
 
-def load_engine(spec: ReplicaSpec, loaded: Callable[[], None] = lambda: None) -> Engine:
+def load_engine(
+    spec: ReplicaSpec,
+    loaded: Callable[[], None] = lambda: None,
+    step_deadline: Callable[[], StepDeadline] | None = None,
+) -> Engine:
     """Load the model of a replica of one rank, and return its engine, not calibrated yet.
 
-    `loaded` is called when the weights are in memory.
+    `loaded` is called when the weights are in memory. `step_deadline`: of steps on a GPU; None: none is kept.
 
     Raises:
         ValueError: the model or its settings cannot be served; the message names the field.
@@ -28,4 +33,4 @@ def load_engine(spec: ReplicaSpec, loaded: Callable[[], None] = lambda: None) ->
     model = load_model(spec.model, device, kv_bytes=kv_bytes, loaded=loaded)
     tokenizer = resolve_tokenizer(spec.tokenizer, spec.model.path)
     weights = spec.name_of_kept_pages(model.checkpoint) if spec.engine.kv_cache_files else ""
-    return new_engine(model, spec.engine, tokenizer, weights=weights)
+    return new_engine(model, spec.engine, tokenizer, weights=weights, step_deadline=step_deadline)

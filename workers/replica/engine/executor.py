@@ -19,6 +19,7 @@ from crossdock.workers.schedule.request.submission import Grammar, SamplingParam
 if TYPE_CHECKING:  # what only a model needs imports torch
     from crossdock.workers.model.model import LoadedModel
     from crossdock.workers.replica.engine.weight_update import WeightUpdate
+    from crossdock.workers.replica.ranks.step_deadline import StepDeadline
     from crossdock.workers.replica.ranks.worker_group import WorkerGroup
     from crossdock.workers.replica.tiers.tier_store import TierStore
 
@@ -157,3 +158,5 @@ class Executor:
     new_weights: "WeightUpdate | None" = None  # None: the device is emulated, and has no weights
     tiers: "TierStore | None" = None
     worker_group: "WorkerGroup | None" = None
+    row_tile: int = 1  # rows that products on this device compute at a time
+    step_deadline: "Callable[[], StepDeadline] | None" = None  # of a GPU's steps from now on; None: none is kept

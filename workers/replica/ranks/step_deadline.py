@@ -1,4 +1,6 @@
-"""A deadline for the steps of a worker group on GPUs, kept by the host.
+"""A deadline for the steps of a replica on GPUs, kept by the host.
+
+A GPU that hangs without an error holds the thread that waits for it, while the process answers health checks.
 
 A rank that hangs holds the others inside NCCL, where the host waits for the GPU and no call returns. NCCL's own
 watchdog would end the process by an abort: no handler runs, and the reason is in no log of ours. That watchdog does

@@ -23,6 +23,7 @@ from crossdock.workers.replica.engine.engine_loader import load_engine
 from crossdock.workers.replica.ranks.rank_loader import driver_of, failure_of, position_of, why_failed
 from crossdock.workers.replica.ranks.rank_network import LOOPBACK
 from crossdock.workers.replica.ranks.rank_socket import WorkerGroupAddress
+from crossdock.workers.replica.ranks.step_deadline import StepDeadline
 from crossdock.workers.replica.ranks.worker_group import WorkerGroup
 from crossdock.workers.replica.serving.machine import describe_machine
 from crossdock.workers.replica.serving.rank import Rank
@@ -58,7 +59,14 @@ class ModelStart:
         return Started(engine, profile, checkpoint, machine, folder)
 
     async def _load(self, spec: ReplicaSpec, reached: Callable[[str], None]) -> tuple[Engine, SchedulingProfile]:
-        engine = await asyncio.to_thread(load_engine, spec, partial(reached, "weights"))
+        event_loop = asyncio.get_running_loop()
+        seconds = spec.rank_timeout_s
+
+        def hung() -> None:
+            event_loop.call_soon_threadsafe(self._lost, f"its GPU hangs: no step has ended for {seconds:g} s")
+
+        deadline = partial(StepDeadline, seconds, hung)
+        engine = await asyncio.to_thread(load_engine, spec, partial(reached, "weights"), deadline)
         reached("kernels")
         return engine, await asyncio.to_thread(warm_up, engine)
 

@@ -4,6 +4,7 @@ A replica of several ranks has its slots on all of them: each rank holds its par
 number. The driver chooses the slots, and every copy is one message to the others, in order with the steps.
 """
 
+import time
 from collections.abc import Callable, Sequence
 
 import torch
@@ -20,7 +21,9 @@ class PoolCopies:
         self._pages = pages
         self._tell = tell
         self._stream = torch.cuda.Stream(pages.device) if pages.is_cuda else None  # type: ignore[no-untyped-call]
-        self.slots = torch.empty((num_slots, pages.shape[1]), dtype=torch.uint8, pin_memory=pages.is_cuda)
+        self.slots = torch.empty((num_slots, pages.shape[1]), dtype=torch.uint8)
+        if pages.is_cuda:
+            _pin(self.slots)
 
     def apply(self, copy: CopyPages) -> None:
         """Copy as the driver has done."""
@@ -29,18 +32,32 @@ class PoolCopies:
         else:
             self.copy_in(copy.slots, copy.pages)
 
-    def copy_out(self, pages: Sequence[int], slots: Sequence[int]) -> None:
-        """Copy pages to the host. A step that is launched later may overwrite them; `wait` before reading a slot."""
+    def copy_out(self, pages: Sequence[int], slots: Sequence[int]) -> Callable[[], float | None]:
+        """Copy pages to the host. A step that is launched later may overwrite them; `wait` before reading a slot.
+
+        Returns a function that returns the seconds of the copy; None while it goes on.
+        """
         if self._tell is not None:
             self._tell(CopyPages(tuple(pages), tuple(slots), is_out=True))
         if self._stream is None:
+            started = time.perf_counter()
             for page, slot in zip(pages, slots, strict=True):
                 self.slots[slot].copy_(self._pages[page])
-            return
+            seconds = time.perf_counter() - started
+            return lambda: seconds
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         with torch.cuda.stream(self._stream):
+            begin.record()
             for page, slot in zip(pages, slots, strict=True):
                 self.slots[slot].copy_(self._pages[page], non_blocking=True)
+            end.record()
         torch.cuda.current_stream(self._pages.device).wait_stream(self._stream)
+
+        def seconds_of_copy() -> float | None:
+            has_ended = end.query()  # type: ignore[no-untyped-call]
+            return begin.elapsed_time(end) / 1e3 if has_ended else None
+
+        return seconds_of_copy
 
     def copy_in(self, slots: Sequence[int], pages: Sequence[int]) -> None:
         """Copy from the host to pages that no step uses, from any thread. Ends when the pages hold the bytes; on other
@@ -60,3 +77,15 @@ class PoolCopies:
         """Wait until the slots of all copies so far hold their pages."""
         if self._stream is not None:
             self._stream.synchronize()
+
+
+def _pin(memory: Tensor) -> None:
+    """Pin the memory of a tensor, exactly. torch's own pinned memory is rounded up to a power of two: 96 to 128 GiB.
+
+    The pages of a tier stay as long as the process. RuntimeError: the system does not let so much memory be pinned.
+    """
+    if memory.nbytes:
+        runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        status = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+        if int(status) != 0:
+            raise RuntimeError(f"{memory.nbytes} bytes of the host's memory cannot be pinned: CUDA error {int(status)}")

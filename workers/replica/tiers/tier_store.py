@@ -126,6 +126,7 @@ class TierStore:
         self.tiers = TierPages([tier for tier in (self._host_tier, self._file_tier) if tier is not None])
         self.on_done: list[Callable[[], None]] = []  # called when there is a result to take in
         self._from_files = range(num_slots, len(copies.slots))
+        self._copying: deque[Callable[[], float | None]] = deque()  # copies to the host, oldest first
         self._num_pending = 0  # writes and loads whose result has not been taken in
         self._writing = set[PageKey]()
         self._offers: list[int] | None = None  # cached pages to look at, last one first; None: a step has come since
@@ -208,8 +209,16 @@ class TierStore:
 
     def take_in(self, loading: TierLoading) -> None:
         """Apply what the other thread has done: pages that have landed, and what tiers hold now."""
+        self._learn_copies()
         while self._done:
             self._done.popleft()(loading)
+
+    def _learn_copies(self) -> None:
+        """Learn the seconds of the copies to the host that have ended: a GPU copies beside the steps."""
+        while self._copying and (seconds := self._copying[0]()) is not None:
+            self._copying.popleft()
+            if self._host_tier is not None:
+                self._host_tier.took(seconds)
 
     def close(self) -> None:
         """End the other thread, after the work that was queued before. One that waits for a volume is left behind."""
@@ -223,14 +232,15 @@ class TierStore:
         if key not in self._host:
             if not tiers or not (writes or self._host_tier in tiers):
                 return
-            started = time.perf_counter()
             slots, gone = self._host.take(key, len(pages))
             if not slots:
                 return
-            self._copies.copy_out(pages, slots)
+            seconds = self._copies.copy_out(pages, slots)
             if self._host_tier is not None:
                 self._host_tier.drop(gone)
-                self._host_tier.stored(key, time.perf_counter() - started)
+                self._host_tier.stored(key, None)
+                self._copying.append(seconds)
+                self._learn_copies()
         if writes:
             self._writing.add(key)
             self._queue(partial(self._write, key, self._host.use(key)))

@@ -103,6 +103,14 @@ class DraftPolicy:
     _is_free: bool = True  # the source takes no time
     _row_seconds: float = 0.0  # mean seconds that one draft added to the last step
     _forced: dict[str, int] = field(default_factory=dict)  # drafts of the newest step, by request
+    _room: tuple[int, int] | None = None  # see `stop_at`
+
+    def stop_at(self, room: tuple[int, int] | None) -> None:
+        """Draft for at most so many streams in a step, with so many rows together; None: for any number.
+
+        Beyond that a GPU launches a step kernel by kernel, which takes longer than drafts save.
+        """
+        self._room = room
 
     def paused(self, cost: StepCost | None) -> Collection[str]:
         """Return the requests that `lengths` will not look at in the next step, but for forced drafts."""
@@ -121,7 +129,7 @@ class DraftPolicy:
         if cost is None or not self.config.adaptive:
             most = self.config.num_speculative_tokens
             self._row_seconds = cost.per_decode if cost is not None else 0.0
-            return {stream.id: min(stream.most, most) for stream in streams if stream.most > 0}
+            return self._within_room({stream.id: min(stream.most, most) for stream in streams if stream.most > 0})
         seconds = cost.seconds(work)
         if seconds <= 0 or seconds >= within:
             return {}
@@ -140,7 +148,18 @@ class DraftPolicy:
         caps = (most,) if self._is_free else range(1, most + 1)
         best = max([self._best(chains, work, cost, within, cap) for cap in caps], key=lambda choice: choice.rate)
         self._row_seconds = best.row_seconds
-        return best.lengths
+        return self._within_room(best.lengths)
+
+    def _within_room(self, lengths: dict[str, int]) -> dict[str, int]:
+        """Return the drafts that `stop_at` leaves: the longest, which are the likeliest to be accepted."""
+        if self._room is None:
+            return lengths
+        most_streams, rows = self._room
+        kept: dict[str, int] = {}
+        for request_id in sorted(lengths, key=lengths.__getitem__, reverse=True)[:most_streams]:
+            kept[request_id] = length = min(lengths[request_id], rows - 1)
+            rows -= 1 + length
+        return {request_id: length for request_id, length in kept.items() if length > 0}
 
     def observe(self, request_id: str, num_drafted: int, num_accepted: int, num_again: int = 0) -> None:
         """Learn from the drafts of one request in a step that has ended. Forced drafts do not count.

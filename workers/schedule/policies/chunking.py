@@ -48,6 +48,8 @@ LEAST_PART = 4
 """Tokens of the shortest chunk that ends inside of a page. With fewer, most of its time would be that of any chunk.
 With 2 a simulated batch beside streams has more of the rest, and the streams a longer p99 gap."""
 
+LARGE_CHUNK = 1024  # tokens from which on a chunk gives up some, so that no tile of a GPU's products is half empty
+
 FLOOR = "floor"  # begins the reason of a budget that was exceeded because a step computes at least so many tokens
 
 
@@ -72,6 +74,8 @@ class ChunkBudget:
     lent_seconds: float = 0.0  # of the whole step if it has a chunk of that prompt
     lane_tokens: int = 0  # part of `tokens` that long prompts may not take
     lane_seconds: float = 0.0  # part of `seconds` that long prompts may not take
+    row_tile: int = 1  # rows that the device multiplies at a time: large chunks end where the step's rows fill tiles
+    rows: int = 0  # of the step so far
     is_chunked: bool = True  # False: one step computes the rest of a prompt, or none of it
 
     @property
@@ -127,6 +131,9 @@ class ChunkBudget:
             tokens = min(tokens, within)
         size = 1 if prompt.least else page_size  # the caller then knows where a chunk may end
         found = chunk_tokens(prompt.start, prompt.end, tokens, threshold, size)
+        if self.row_tile > 1 and LARGE_CHUNK <= found < prompt.end - prompt.start:
+            beyond = (self.rows + found) % self.row_tile  # rows in a tile that would be computed whole
+            found = chunk_tokens(prompt.start, prompt.end, found - beyond, threshold, size)
         is_only_one = not self.work.prefill_tokens and prompt.priority > self.floor_priority
         if not found and prompt.may_split_page and is_only_one and tokens >= LEAST_PART:
             return min(int(tokens), prompt.end - prompt.start)  # else a slow machine would compute no token of it
@@ -135,6 +142,7 @@ class ChunkBudget:
     def take(self, prompt: "Candidate", num_tokens: int) -> None:
         """Add a chunk of `num_tokens` of a prompt to the step."""
         self.tokens -= num_tokens
+        self.rows += num_tokens
         floor = self.floor
         self.floor = max(self.floor - num_tokens, 0)
         within = max(self.seconds, self.lent_seconds if prompt.id and prompt.id == self.lent_to else 0.0)

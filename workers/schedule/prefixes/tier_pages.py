@@ -96,10 +96,15 @@ class PageTier:
         """Return the hashes of the pages of the first group that came last, the newest at the end."""
         return [key.page_hash for key in self.pages if not key.group][-_MOST_REPORTED:]
 
-    def stored(self, key: PageKey, seconds: float) -> None:
-        """Note a page that lies here now, and the seconds that storing it took."""
+    def stored(self, key: PageKey, seconds: float | None) -> None:
+        """Note a page that lies here now, and the seconds that storing it took; None: `took` tells them later."""
         self.hold([key])
         self.num_stores += 1
+        if seconds is not None:
+            self.took(seconds)
+
+    def took(self, seconds: float) -> None:
+        """Note the seconds that storing a page took."""
         self.store_s = _learnt(self.store_s, seconds)
 
     def loaded(self, num_pages: int, seconds: float) -> None:

@@ -140,6 +140,24 @@ def test_padding_of_decodes_adds_few_rows_where_a_row_takes_time(chunk: int) -> 
         assert max(padded + chunk, 206) <= 1.26 * max(decodes + chunk, 206)
 
 
+@pytest.mark.parametrize("drafts", [1, 3, 9, 20])
+def test_streams_with_as_many_drafts_as_the_policy_allows_are_recorded_beside_a_chunk(drafts: int) -> None:
+    step = PagedStep(build("llama", {}), TORCH, STEPS[0])
+    recorded = MixedGraphs(step.model, PAGE_SIZE, 8, 512, lambda run: run, most_drafts=drafts)
+    most_streams, rows = recorded.verified
+    lengths = []
+    while len(lengths) < most_streams and rows > 1:
+        lengths.append(min(drafts, rows - 1))
+        rows -= 1 + lengths[-1]
+    request = Request("a", list(range(300)), SamplingParams())
+    stream = Request("b", list(range(21)), SamplingParams())
+    parts = [Scheduled(stream, 20, 1 + n, list(range(40)), True, drafts=[5] * n) for n in lengths]
+    chunk = Scheduled(request, 8, 64, list(range(40)), True)
+    for more in ([], [chunk]):
+        batch = Batch([Scheduled(request, 3, 1, list(range(40)), True), *parts, *more], 1 + len(parts))
+        assert recorded.covers(StepInputs.of(batch, PAGE_SIZE)[0])
+
+
 def test_step_that_no_graph_has_room_for_is_not_covered() -> None:
     step = PagedStep(build("llama", {}), TORCH, STEPS[0])
     recorded = MixedGraphs(step.model, PAGE_SIZE, 6, 40, lambda run: run)

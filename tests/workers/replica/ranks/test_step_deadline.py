@@ -2,8 +2,8 @@
 
 import queue
 import threading
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,9 +24,9 @@ from tests.workers.worker_groups import spec_of
 SWEEP = [(StepWork.of([(0, tokens)]), 0.01) for tokens in (16, 32, 64)]
 
 
-def engine() -> Engine:
+def engine(step_deadline: Callable[[], StepDeadline] | None = None) -> Engine:
     config = EngineConfig(max_num_batched_tokens=80, max_num_seqs=8, kv_cache_memory=ByteSize(8 << 20))
-    return new_engine(wrap_module(build("llama", {})), config)
+    return new_engine(wrap_module(build("llama", {})), config, step_deadline=step_deadline)
 
 
 def test_time_counts_from_the_last_end_while_steps_are_in_flight() -> None:
@@ -83,22 +83,12 @@ def test_engine_reports_a_step_during_which_the_device_hangs(monkeypatch: pytest
     assert running.pipeline.deadline.left() is None
 
 
-def test_only_worker_groups_on_gpus_have_a_deadline_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On CPUs gloo's calls return with an error in time, which says more."""
-
-    class Ranks:
-        def step_deadline(self) -> StepDeadline:
-            return StepDeadline(60.0, lambda: None)
-
-    running = engine()
-    worker_group: Any = Ranks()
+def test_only_replicas_on_gpus_have_a_deadline_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of one rank too. On CPUs gloo's calls return with an error in time, which says more."""
     on_gpu = property(lambda _: torch.device("cuda"))
-    for ranks, device, has_deadline in (
-        (None, on_gpu, False),
-        (worker_group, None, False),
-        (worker_group, on_gpu, True),
-    ):
-        running.worker_group = ranks
+    alone = engine()
+    watched = engine(lambda: StepDeadline(60.0, lambda: None))
+    for running, device, has_deadline in ((alone, on_gpu, False), (watched, None, False), (watched, on_gpu, True)):
         with monkeypatch.context() as patch:
             if device is not None:
                 patch.setattr(LoadedModel, "device", device)

@@ -2,13 +2,18 @@
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
+from crossdock.workers.replica.ranks.step_deadline import StepDeadline
 from crossdock.workers.replica.serving import model_start
 from crossdock.workers.replica.serving.model_start import ModelStart
+from tests.waiting import until
 
 SECOND = RankPosition(1, 2)
 
@@ -45,3 +50,27 @@ async def test_rank_that_ends_ends_the_start_or_the_replica_with_the_reason(
         return
     assert not exits
     assert starting.result() == f"{SECOND}: {reason}"
+
+
+async def test_hung_gpu_of_one_rank_ends_the_replica_with_the_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """No other rank notices it, and the process goes on to answer health checks."""
+    exits: list[int] = []
+    given: list[StepDeadline] = []
+
+    def load(_spec: ReplicaSpec, _loaded: object, step_deadline: Callable[[], StepDeadline]) -> None:
+        given.append(step_deadline())
+
+    monkeypatch.setattr(model_start.os, "_exit", exits.append)
+    monkeypatch.setattr(model_start.logger, "propagate", True)
+    monkeypatch.setattr(model_start, "load_engine", load)
+    monkeypatch.setattr(model_start, "warm_up", lambda _: None)
+    spec = ReplicaSpec(ModelSpec("a"), EngineConfig(), 1, rank_timeout_s=0.05)
+    start = ModelStart(spec)
+    with caplog.at_level(logging.ERROR, "ray.serve"):
+        await start._load(spec, lambda _: None)
+        start._starting = None  # it serves
+        given[0].begin()  # a step that never ends
+        await until(lambda: exits == [1])
+    assert "this replica ends: its GPU hangs: no step has ended for 0.05 s" in caplog.text

@@ -265,3 +265,20 @@ def test_forgotten_request_leaves_no_record() -> None:
     policy.forget("0")
     assert not policy._acceptance._records
     assert not policy._forced
+
+
+@pytest.mark.parametrize("adaptive", [False, True])
+@pytest.mark.parametrize("room", [(6, 39), (6, 8), (2, 64)])
+def test_drafts_stop_at_the_streams_and_rows_that_are_recorded(room: tuple[int, int], adaptive: bool) -> None:
+    """A GPU launches any other step kernel by kernel, though its predicted seconds are those of a graph."""
+    config = SpeculativeConfig(method="suffix", num_speculative_tokens=MOST, adaptive=adaptive)
+    policy, streams = DraftPolicy(config, FreeDrafts()), streams_of(12)
+    whole = policy.lengths(streams, work_of(streams), FREE_ROWS)
+    assert len(whole) > 2
+    policy.stop_at(room)
+    lengths = policy.lengths(streams, work_of(streams), FREE_ROWS)
+    assert 0 < len(lengths) <= room[0]
+    assert sum(1 + length for length in lengths.values()) <= room[1]
+    assert all(length <= whole[request_id] for request_id, length in lengths.items())
+    policy.stop_at(None)
+    assert policy.lengths(streams, work_of(streams), FREE_ROWS) == whole

@@ -10,6 +10,7 @@ from crossdock.workers.schedule.cost.cost import AdapterWork, StepCost, StepWork
 from crossdock.workers.schedule.policies.chunking import (
     FREE_SHARE,
     KNEE,
+    LARGE_CHUNK,
     SLACK_SHARE,
     Candidate,
     ChunkBudget,
@@ -241,3 +242,31 @@ def test_floor_beside_unlike_promises_breaks_none_that_can_be_kept() -> None:
     floor = floor_beside(COST, streams, (0.5 * alone, 1.5 * alone), 1.1, 1)
     step = COST.seconds(streams.plus_chunk(0, floor))
     assert alone < step <= SLACK_SHARE * 1.5 * alone / 1.1
+
+
+@given(
+    num_decodes=st.integers(0, 300),
+    start=st.integers(0, 500).map(lambda page: page * 16),
+    length=st.integers(1, 20_000),
+    budget=st.integers(16, 8192),
+)
+def test_large_chunk_ends_where_the_rows_of_a_step_fill_the_tiles_of_products(
+    num_decodes: int, start: int, length: int, budget: int
+) -> None:
+    """2,048 tokens beside 64 streams take the time of 17 tiles of 128 rows, and 1,984 that of 16."""
+    plain = ChunkBudget(budget).chunk(Candidate(start, start + length), 0, 16)
+    tiled = ChunkBudget(budget, row_tile=128, rows=num_decodes)
+    found = tiled.chunk(Candidate(start, start + length), 0, 16)
+    if plain < LARGE_CHUNK or plain == length:
+        assert found == plain
+        return
+    assert plain - 128 - 16 < found <= plain
+    assert (start + found) % 16 == 0
+    assert -(num_decodes + found) % 128 < 16, "the last tile is full but for a part of a page"
+    tiled.take(Candidate(start, start + length), found)
+    assert tiled.rows == num_decodes + found
+
+
+def test_chunk_beside_64_streams_leaves_no_tile_half_empty() -> None:
+    assert ChunkBudget(2048, row_tile=128, rows=64).chunk(Candidate(0, 30_000), 0, 16) == 1984
+    assert ChunkBudget(2048, rows=64).chunk(Candidate(0, 30_000), 0, 16) == 2048, "on CPUs"
