@@ -98,6 +98,7 @@ INNER_ROOMS = {"cluster/api": API_ROOMS, "workers/replica": REPLICA_ROOMS}
 FLOORS_WITHIN: dict[str, list[set[str]]] = {
     # room: its own rooms and files, from the ground up
     "workers/model": [
+        {"token_bits.py"},
         {"architecture.py", "device_copies.py", "model_spec.py", "pooling.py", "grammar", "sampling"},
         {"forward", "context_length.py"},
         {"pictures", "recurrent"},

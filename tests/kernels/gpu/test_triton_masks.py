@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 from crossdock.workers.model.sampling import edits
-from crossdock.workers.model.sampling.row import SampleRow, packed
+from crossdock.workers.model.sampling.row import SampleRow
+from crossdock.workers.model.token_bits import packed
 from tests.workers.model.sampling.rows import make_row, random_logits
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from crossdock.workers.model.grammar.matcher import failure
-from crossdock.workers.model.sampling.row import unpacked
+from crossdock.workers.model.token_bits import unpacked
 
 ALLOWED_SECONDS = 0.01  # for each mask; usual ones take 0.1 ms
 _MOST_OVERDRAFT = 0.5  # seconds that all masks of an owner's grammar may take beyond that
