@@ -32,6 +32,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine.calibrate import warm_up
+from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.engine_loader import load_engine
 from crossdock.workers.report.presets import GPUS, preset
@@ -125,7 +126,7 @@ def measure(arguments: argparse.Namespace, path: Path) -> tuple[dict[int, tuple[
             engine = load_engine(ReplicaSpec(settings.model_spec(arguments.model), settings, os.cpu_count() or 1))
             warm_up(engine)
         else:
-            engine = Engine(engine.model, settings)
+            engine = new_engine(engine.model, settings)
         total, longest, work = seconds(engine, prompt, arguments.repeats)
         assert (work.prefill_tokens, work.attended) == (tokens, tokens**2 / 2)
         chunks = [min(size, tokens - start) for start in range(0, tokens, size)]

@@ -7,9 +7,11 @@ from typing import Any
 from crossdock.workers.report.presets import preset
 from crossdock.workers.schedule.cost.cost import StepCost
 from tests.benchmarks.scripts import script
+from tests.workers.architectures import build
 
 stages = script("chunks/stages")
 piggyback = script("chunks/piggyback")
+cost = script("chunks/cost")
 CPU = StepCost(base=0.012, per_prefill_token=1.6e-3, per_attended=1e-7, per_decode=4e-3, per_context=1e-6)
 
 
@@ -35,3 +37,16 @@ def test_decodes_that_ride_along_cost_less_and_stages_wait_less(piggyback: Any) 
     piped, piped_mixed = (piggyback.run(args, name, 4, 20) for name in ("whole", "mixed"))
     assert piped_mixed.idle_share() < piped.idle_share() / 3
     assert piped_mixed.tokens_per_s > piped.tokens_per_s
+
+
+def test_cost_of_chunks_is_counted_and_measured_for_each_size(cost: Any, tmp_path: Path) -> None:
+    """Chunks compute the same products; attention before masks is more in one step. Seconds are measured, not judged."""
+    build("llama", {"max_position_embeddings": 256, "vocab_size": 40_064}).save_pretrained(tmp_path)
+    args = argparse.Namespace(model=str(tmp_path), tokens=96, repeats=1)
+    rows, _ = cost.measure(args, tmp_path)
+    assert list(rows) == [64, 96]
+    (chunked, parts, _, _), (whole, one, _, _) = rows.values()
+    assert (parts, one) == ([64, 32], [96])
+    assert chunked.linear == whole.linear
+    assert chunked.causal_attention == whole.causal_attention
+    assert chunked.dense_attention < whole.dense_attention
