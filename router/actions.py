@@ -11,10 +11,12 @@ from crossdock.workers.schedule.request.submission import Submission
 class Timeouts:
     """How long replicas are waited for, in seconds."""
 
-    silence_s: float = 10.0  # for the answer to a submission; and for a message, even an empty one, of a live replica
-    answer_s: float = 5.0  # for the answer to anything else: a scrape must not wait for a replica that hangs
+    silence_s: float = 10.0  # for a message, even an empty one, of a live replica
+    taken_s: float = 10.0  # for the answer to a submission, before its replica is asked whether it waits there
+    answer_s: float = 5.0  # for the answer to any other question: a scrape must not wait for a replica that hangs
     patience_s: float = 5.0  # for a token, at least, before the replicas are asked for progress
-    stuck_s: float = 120.0  # for any progress of a request that its replicas still have: a step may take a minute
+    stuck_s: float = 120.0  # for a live replica's word about a request, and for any progress of one that it has:
+    # a step may take a minute, and so may a call on a busy machine
     rejoin_s: float = 1.0  # until a lost replica that is still a member is tried again
     suspect_s: float = 3.0  # for the first token of a suspect request, before the next suspect is tried beside it
 

@@ -57,6 +57,11 @@ class ProgressWatch:
         self.asked = []
         return asked
 
+    def forget(self, replica: str) -> None:
+        """Await no answer of a replica any more."""
+        if replica in self.asked:
+            self.asked.remove(replica)
+
     def answered(self, replica: str, numbers: Numbers | None, now: float) -> bool:
         """Take in an answer; None: the replica does not have the request. Return whether None came twice in a row."""
         self.asked.remove(replica)
@@ -111,7 +116,7 @@ class RequestLife:
         self._is_computed = False  # the prompt, in this attempt
         self._watch = ProgressWatch()  # of this attempt
         self._patience = 0.0  # seconds until the next token, before progress is asked for
-        self.deadline = now + self._timeouts.silence_s
+        self.deadline = now + self._timeouts.taken_s
 
     @property
     def is_suspect(self) -> bool:
@@ -153,16 +158,11 @@ class RequestLife:
         self._has_token, self._is_computed, self._watch = False, False, ProgressWatch()
         self._is_granted, self._travels_late = placement.prefill is None, False
         self._patience = max(self._timeouts.patience_s, 2 * placement.predicted_ttft)
-        self.deadline = now + self._timeouts.silence_s
+        self.deadline = now + self._timeouts.taken_s
         submission = self.submission
-        if self.attempt:  # it goes on after the tokens that the client has
-            submission = replace(
-                submission,
-                epoch=self.attempt,
-                output_token_ids=tuple(self.output),
-                may_refuse=not self.is_accepted,
-                waited_s=now - self._began,
-            )
+        if self.attempt:
+            may_refuse = not self.is_accepted
+            submission = _continued(submission, self.attempt, self.output, now - self._began, may_refuse=may_refuse)
         self._prefill = placement.prefill
         submits = submits_of(placement, submission)
         self._working = [submit.replica for submit in submits]
@@ -177,6 +177,7 @@ class RequestLife:
         if replica not in self._unanswered:
             return []
         self._unanswered.remove(replica)
+        self._watch.forget(replica)
         return self._accept(now) if not self._unanswered else []
 
     def refused(
@@ -278,22 +279,20 @@ class RequestLife:
         """Act where `deadline` has passed. Between two attempts this does nothing: the driver has to call `place`."""
         if now < self.deadline or not self._working:
             return []
-        if self._unanswered:
-            for replica in self._unanswered:
-                why = f"replica {replica} did not take the request within {self._timeouts.silence_s:.3g} s"
-                self._refusals[replica] = ReplicaLost(why)
-            return self._place_again(None, now)
         decode = self._working[0]
         silent = self._watch.take_asked()
+        if silent and self._unanswered:
+            self._refusals.update({each: _not_taken(each) for each in silent})
+            return self._place_again(None, now)
         if decode in silent:
             why = f"replica {decode} does not answer about {self.submission.id}"
             return self._lose(ReplicaLost(why), now, decode)
         if silent:
             self.deadline = now + self._patience
             return self._end_prefill(True, now) if self._prefill in silent else []
-        self._watch.asked.extend(self._working)
-        self.deadline = now + self._timeouts.answer_s
-        return [Ask(replica, self.attempt) for replica in self._working]
+        self._watch.asked.extend(self._unanswered or self._working)
+        self.deadline = now + self._timeouts.stuck_s  # a replica that answers nothing is silent, and lost long before
+        return [Ask(replica, self.attempt) for replica in self._watch.asked]
 
     def progress(self, replica: str, attempt: int, numbers: Numbers | None, now: float) -> list[Action]:
         """Take in how far a replica is with the request; None: the replica does not have the request.
@@ -304,6 +303,8 @@ class RequestLife:
             return []
         actions: list[Action] = []
         is_missing = self._watch.answered(replica, numbers, now)
+        if is_missing and replica in self._unanswered:
+            return self.refused(replica, attempt, _not_taken(replica), now)
         if is_missing and replica != self._prefill:
             why = f"replica {replica} does not have {self.submission.id} any more"
             return self._lose(ReplicaLost(why), now, replica)
@@ -316,6 +317,8 @@ class RequestLife:
         unchanged_s = now - self._watch.unchanged_since
         if unchanged_s > self._timeouts.stuck_s:
             why = f"the request has not moved at replica {' and '.join(self._working)} for {unchanged_s:.0f} s"
+            if self._unanswered:
+                return self.refused(self._unanswered[0], attempt, ReplicaLost(why), now)
             return [*actions, *self._lose(ReplicaLost(why), now, *self._working)]
         self.deadline = now + self._patience
         return actions
@@ -325,6 +328,7 @@ class RequestLife:
     def _accept(self, now: float) -> list[Action]:
         """Begin to stream: every replica has taken its leg."""
         self.is_accepted = True
+        self._watch = ProgressWatch()
         self.deadline = now + self._patience
         actions: list[Action] = [Accepted()]
         waiting, self._early = self._early, []
@@ -377,8 +381,7 @@ class RequestLife:
 
     def _detach(self, replica: str, is_running: bool) -> Detach:
         self._working.remove(replica)
-        if replica in self._watch.asked:  # its answer is not awaited any more
-            self._watch.asked.remove(replica)
+        self._watch.forget(replica)
         return Detach(replica, self.attempt, is_running)
 
     def _lose(self, error: ReplicaLost, now: float, *blamed: str) -> list[Action]:
@@ -427,3 +430,17 @@ def _without(delta: TokenDelta, num_seen: int) -> TokenDelta:
         return delta
     logprobs = delta.logprobs[num_seen:] if delta.logprobs is not None else None
     return structs.replace(delta, token_ids=delta.token_ids[num_seen:], first=delta.first + num_seen, logprobs=logprobs)
+
+
+def _continued(
+    submission: Submission, attempt: int, output: Sequence[int], waited_s: float, *, may_refuse: bool
+) -> Submission:
+    """Return the submission of a further attempt, which goes on after the tokens that the client has."""
+    output_token_ids = tuple(output)
+    return replace(
+        submission, epoch=attempt, output_token_ids=output_token_ids, may_refuse=may_refuse, waited_s=waited_s
+    )
+
+
+def _not_taken(replica: str) -> ReplicaLost:
+    return ReplicaLost(f"replica {replica} did not take the request, and does not have it")

@@ -67,6 +67,7 @@ class ReplicaConnection:
     profile: SchedulingProfile
     attempts: dict[str, "Attempt"] = field(default_factory=dict)  # by request
     aborting: list[tuple[str, int]] = field(default_factory=list)  # (request, attempt), in the next call
+    asking: list["Attempt"] = field(default_factory=list)  # in the next call
     heard_at: float = 0.0  # seconds on the ingress's clock
     following: asyncio.Task[None] | None = None  # reads the stream
     is_silent: bool = False  # for too long
@@ -97,6 +98,12 @@ class ReplicaConnection:
         """Return the attempts to abort with one call."""
         attempts = self.aborting
         self.aborting = []
+        return attempts
+
+    def take_asking(self) -> list["Attempt"]:
+        """Return the attempts to ask about with one call."""
+        attempts = self.asking
+        self.asking = []
         return attempts
 
 

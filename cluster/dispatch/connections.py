@@ -126,6 +126,13 @@ class ReplicaConnections:
             connection.aborting.append((request_id, attempt.number))
         self._close_if_done(connection)
 
+    def ask(self, attempt: Attempt, name: str) -> None:
+        """Ask a replica how far it is with an attempt; the answer will be an event of the attempt."""
+        connection = attempt.connections[name]
+        if not connection.asking:
+            self.spawn(_ask(connection))
+        connection.asking.append(attempt)
+
     def check(self) -> None:
         """Raise the error that has ended the watch for silence: no deadline of a request would pass any more."""
         raise_if_ended([self._watching])
@@ -309,3 +316,28 @@ class ReplicaConnections:
 async def _abort(connection: ReplicaConnection) -> None:
     """Abort, with one call, all attempts that ended in one turn of the event loop: a request may have a thousand."""
     await connection.client.call("abort", connection.take_aborting())
+
+
+async def _ask(connection: ReplicaConnection) -> None:
+    """Ask, with one call, about all attempts whose deadlines passed in one turn of the event loop."""
+    name, attempts = connection.name, connection.take_asking()
+    asked = [(attempt.life.submission.id, attempt.number) for attempt in attempts]
+    try:
+        answers = await connection.client.call("progress", asked)
+    except ReplicaBroken as broken:
+        loss: ReplicaLost = type(broken)(f"replica {name} is lost: {broken}").of(name)
+    except Exception as error:
+        loss = lost_by(error, name, "does not report what became of the request")
+    else:
+        for attempt, numbers in zip(attempts, answers, strict=True):
+            attempt.events.put_nowait(partial(attempt.life.progress, name, attempt.number, numbers))
+        return
+    for attempt in attempts:
+        attempt.events.put_nowait(partial(attempt.life.lost, name, attempt.number, loss))
+
+
+def lost_by(error: Exception, replica: str, what: str) -> ReplicaLost:
+    """Return the loss of a replica of which an error tells `what` it did not do."""
+    loss = ReplicaLost(f"replica {replica} {what}: {error}")
+    loss.__cause__ = error
+    return loss

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from crossdock.cluster.dispatch.attempt import Attempt, DeltaReader, ReplicaConnection
-from crossdock.cluster.dispatch.connections import ReplicaConnections, SlowReader
+from crossdock.cluster.dispatch.connections import ReplicaConnections, SlowReader, lost_by
 from crossdock.cluster.dispatch.engine_client import EngineClient, RemoteMethod
 from crossdock.cluster.dispatch.gate import Gate, PauseMode
 from crossdock.cluster.dispatch.ingress_metrics import IngressMetrics, merge_metrics
@@ -176,7 +176,7 @@ class Dispatcher:
                     case Detach(name, _, is_running):
                         self._connections.detach(attempt, name, is_running)
                     case Ask(name):
-                        self._connections.spawn(_ask(attempt, attempt.connections[name]))
+                        self._connections.ask(attempt, name)
                     case Fail(error):
                         raise error
             watch.finish_reason = FinishReason.ABORT
@@ -408,26 +408,10 @@ async def _answer(attempt: Attempt, connection: ReplicaConnection, submission: S
         loss = type(broken)(f"replica {name} is lost: {broken}").of(name)
         attempt.events.put_nowait(partial(life.lost, name, number, loss))
     except Exception as error:
-        attempt.events.put_nowait(partial(life.refused, name, number, _loss("did not take the request", name, error)))
+        no_answer = lost_by(error, name, "did not take the request")
+        attempt.events.put_nowait(partial(life.refused, name, number, no_answer))
     else:
         attempt.events.put_nowait(partial(life.taken, name, number, sequence))
-
-
-async def _ask(attempt: Attempt, connection: ReplicaConnection) -> None:
-    """Ask a replica how far it is with the attempt, and make an event of the answer."""
-    life = attempt.life
-    name = connection.name
-    number = attempt.number
-    try:
-        numbers = await connection.client.call("progress", life.submission.id, number)
-    except ReplicaBroken as broken:
-        loss = type(broken)(f"replica {name} is lost: {broken}").of(name)
-        attempt.events.put_nowait(partial(life.lost, name, number, loss))
-    except Exception as error:
-        unknown = _loss("does not report what became of the request", name, error)
-        attempt.events.put_nowait(partial(life.lost, name, number, unknown))
-    else:
-        attempt.events.put_nowait(partial(life.progress, name, number, numbers))
 
 
 def _queue_is_full(queue: Shares) -> Overloaded:
@@ -435,9 +419,3 @@ def _queue_is_full(queue: Shares) -> Overloaded:
     number = f"{queue.num_used} {whose} wait for their first token"
     reason = f"{number}; this server lets {queue.most} wait (http.max_queued_requests)"
     return Overloaded(f"{reason}. Retry in {_FULL_QUEUE_S:.0f} s", retry_after=_FULL_QUEUE_S)
-
-
-def _loss(what: str, replica: str, error: Exception) -> ReplicaLost:
-    loss = ReplicaLost(f"replica {replica} {what}: {error}")
-    loss.__cause__ = error
-    return loss

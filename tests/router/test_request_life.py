@@ -161,15 +161,40 @@ def test_value_error_of_one_leg_fails_the_request_and_aborts_the_other() -> None
     assert life.taken("d", 0, 1, 0.0) == []
 
 
-def test_unanswered_submission_is_aborted_at_its_deadline() -> None:
+@pytest.mark.parametrize("way", ["silent", "missing", "stuck"])
+def test_submission_without_an_answer_is_aborted_where_its_replica_does_not_have_it(way: str) -> None:
     life = new_life("a", "b")
     (submit,) = submits(life.place(0.0))
     assert life.deadline == 10.0
     assert life.tick(9.9) == []
-    assert life.tick(10.0) == [Detach(submit.replica, 0, True), PlaceAgain(None)]
-    assert life.deadline == 15.0
-    (other,) = submits(life.place(10.0))
+    assert life.tick(10.0) == [Ask(submit.replica, 0)]
+    now = 130.0
+    if way == "silent":
+        actions = life.tick(now)
+    else:
+        now = 140.0 if way == "stuck" else 15.0
+        numbers = ["submitted", 3] if way == "stuck" else None
+        assert life.progress(submit.replica, 0, numbers, 10.0) == [], "it may be on its way; a step may be long"
+        assert life.tick(now) == [Ask(submit.replica, 0)]
+        actions = life.progress(submit.replica, 0, numbers, now)
+    assert actions == [Detach(submit.replica, 0, True), PlaceAgain(None)]
+    (other,) = submits(life.place(now))
     assert other.replica != submit.replica
+
+
+def test_submission_waits_at_its_replica_for_as_long_as_others_before_it_move() -> None:
+    life = new_life("p", "d")
+    life.place(0.0)
+    assert life.taken("p", 0, 1, 0.0) == []
+    for turn in range(100):
+        now = life.deadline
+        assert life.tick(now) == [Ask("d", 0)], "the other leg was answered"
+        assert life.progress("d", 0, ["submitted", turn], now) == []
+    assert now > 4 * 120.0
+    assert life.tick(life.deadline) == [Ask("d", 0)]
+    assert life.taken("d", 0, 1, now) == [Accepted()]
+    assert life.progress("d", 0, None, now) == [], "of the time before"
+    assert life.tick(life.deadline) == [Ask("d", 0), Ask("p", 0)]
 
 
 def test_last_two_placements_are_on_one_replica_alone() -> None:
@@ -378,11 +403,11 @@ def test_silent_replica_is_asked_and_every_token_puts_that_off() -> None:
     assert life.deadline == 8.0
     assert life.tick(7.9) == []
     assert life.tick(8.0) == [Ask(replica, 0)]
-    assert life.deadline == 13.0
+    assert life.deadline == 128.0
     assert life.progress(replica, 0, [7], 9.0) == []
     assert life.deadline == 14.0
     assert life.tick(14.0) == [Ask(replica, 0)]
-    detach, again = life.tick(19.0)
+    detach, again = life.tick(134.0)
     assert detach == Detach(replica, 0, True)
     assert isinstance(again, PlaceAgain)
     assert "does not answer" in str(again.loss)
@@ -857,7 +882,8 @@ class AnyLife(RuleBasedStateMachine):
     def report(self, replica: str, number: int) -> None:
         self.asked.discard(replica)
         part = self.parts[replica, self.life.attempt]
-        numbers = [number] if part.state == "holds" else None
+        waits = part.state == "sent" and number == 2  # else its replica has not heard of it
+        numbers = [number] if part.state == "holds" or waits else None
         self.do(self.life.progress(replica, self.life.attempt, numbers, self.now))
 
     @rule(chance=st.integers(1, 20))

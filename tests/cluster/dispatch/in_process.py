@@ -1,6 +1,6 @@
 """Replicas in this process: real engines, no Ray; and clients of a dispatcher over them."""
 
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from functools import cache, partial
 from typing import Any, cast
@@ -19,6 +19,7 @@ from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.serving.controls import Controls
 from crossdock.workers.replica.serving.engine_thread import EngineThread
+from crossdock.workers.replica.serving.readers import AttemptKey
 from crossdock.workers.replica.transfer.handover import connect
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.report.profile import Role
@@ -144,8 +145,8 @@ class Hung(InProcess):
     async def submit(self, submission: Submission) -> int:
         return 0
 
-    async def progress(self, request_id: str, epoch: int) -> list[int | str] | None:
-        return ["waiting", 7]
+    async def progress(self, attempts: Sequence[AttemptKey]) -> list[list[int | str] | None]:
+        return [["waiting", 7] for _ in attempts]
 
 
 async def ready(dispatcher: Dispatcher, num_replicas: int = 1) -> None:

@@ -1,7 +1,8 @@
 """Attempts that are given up over engines in this process: what stays behind at the replicas, and what clients get."""
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing, suppress
 from typing import Any, cast
 
@@ -12,7 +13,8 @@ from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost, Suspe
 from crossdock.cluster.dispatch.suspect_turns import SuspectTurns
 from crossdock.router.actions import ReplicaDead
 from crossdock.router.fleet import RouterConfig
-from crossdock.workers.replica.serving import channel, engine_thread
+from crossdock.workers.replica.serving import channel
+from crossdock.workers.replica.serving.readers import AttemptKey
 from crossdock.workers.report.advertise import Message
 from crossdock.workers.schedule.request.request import TokenDelta
 from crossdock.workers.schedule.request.submission import Leg, Overloaded, SamplingParams, Submission
@@ -70,9 +72,7 @@ async def test_pair_of_which_one_leg_is_not_taken_leaves_nothing_and_the_tokens_
         assert all(not dispatcher.fleet.num_booked(name) for name in clients)
 
 
-async def test_submission_that_takes_too_long_is_aborted_when_it_comes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(engine_thread, "HEARTBEAT_S", 0.05)  # no replica is silent: one alone does not answer
-
+async def test_submission_that_takes_too_long_is_aborted_when_it_comes() -> None:
     class Slow(InProcess):
         num_asked = num_taken = 0
 
@@ -86,7 +86,8 @@ async def test_submission_that_takes_too_long_is_aborted_when_it_comes(monkeypat
 
     arrives = asyncio.Event()
     slow, quick = Slow(), InProcess()
-    async with serving(Dispatcher("tiny", IN_TURN, timeouts=Timeouts(silence_s=2.0)), a=slow, b=quick) as dispatcher:
+    timeouts = Timeouts(taken_s=0.2, patience_s=0.2)
+    async with serving(Dispatcher("tiny", IN_TURN, timeouts=timeouts), a=slow, b=quick) as dispatcher:
         for number in range(2):
             assert len(await tokens(dispatcher, f"{number}", 100)) == 100
         assert slow.num_asked > 0
@@ -95,6 +96,32 @@ async def test_submission_that_takes_too_long_is_aborted_when_it_comes(monkeypat
         await until(lambda: slow.num_taken == slow.num_asked)
         await is_clean(slow, quick)
         assert not slow.engine_thread.timelines.find("", None, 0.0), "it must not even start"
+
+
+async def test_submission_that_waits_for_the_engine_longer_than_any_answer_takes_is_not_lost() -> None:
+    """A slow machine takes a minute for the thousands of inputs of one request. Its replica has all of them, and says
+    so. Submissions that another client sends meanwhile wait, too."""
+
+    class Asked(InProcess):
+        num_asked = 0
+
+        async def progress(self, attempts: Sequence[AttemptKey]) -> list[list[int | str] | None]:
+            self.num_asked += 1
+            return await self.engine_thread.progress(attempts)
+
+    client, goes_on = Asked(), threading.Event()
+    timeouts = Timeouts(taken_s=0.05, patience_s=0.05)
+    async with serving(Dispatcher("tiny", timeouts=timeouts, most_placements=1), one=client) as dispatcher:
+        step = asyncio.create_task(client.engine_thread.call(lambda: goes_on.wait(60)))  # the step that runs is long
+        outputs = [asyncio.create_task(tokens(dispatcher, f"{number}", 2)) for number in range(40)]
+        await until(lambda: client.num_asked >= 3 or any(output.done() for output in outputs))
+        goes_on.set()
+        await step
+        found = await asyncio.gather(*outputs)
+        assert all(output == found[0] for output in found)
+        assert "crossdock_ingress_placed_again_total 0.0" in dispatcher.metrics.text()
+        assert client.num_asked < 3 * len(outputs), "one question about all"
+        await is_clean(client)
 
 
 async def test_accepted_request_goes_on_though_every_other_replica_is_overloaded() -> None:
@@ -233,10 +260,10 @@ async def test_request_that_never_moves_is_lost_though_its_replica_is_busy() -> 
         async def submit(self, submission: Submission) -> int:
             return 0 if submission.id == "stuck" else await super().submit(submission)
 
-        async def progress(self, request_id: str, epoch: int) -> list[int | str] | None:
-            if request_id == "stuck":
-                return ["held", 16]
-            return await self.engine_thread.progress(request_id, epoch)
+        async def progress(self, attempts: Sequence[AttemptKey]) -> list[list[int | str] | None]:
+            known = await self.engine_thread.progress(attempts)
+            stuck: list[int | str] = ["held", 16]
+            return [stuck if name == "stuck" else one for (name, _), one in zip(attempts, known, strict=True)]
 
     async with serving(
         Dispatcher("tiny", timeouts=Timeouts(patience_s=0.1, stuck_s=0.5), most_placements=1), one=Stuck()

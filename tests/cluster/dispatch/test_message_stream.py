@@ -75,7 +75,7 @@ async def test_requests_of_an_ingress_that_is_gone_are_aborted_at_once() -> None
         assert "other" not in driven.thread.channels
 
         async def is_gone() -> bool:
-            return await driven.thread.progress("r", 0) is None
+            return await driven.thread.progress([("r", 0)]) == [None]
 
         await until(is_gone)
 

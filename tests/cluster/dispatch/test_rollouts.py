@@ -116,10 +116,10 @@ async def test_request_on_a_paused_replica_counts_as_moving() -> None:
         rollouts, stream = Rollouts(dispatcher), Stream(dispatcher, "r")
         await until(lambda: bool(stream.output))
         await rollouts.pause("keep")
-        first, clock = await replica.call("progress", "r", 0), replica.engine_thread.engine.clock
+        first, clock = await replica.call("progress", [("r", 0)]), replica.engine_thread.engine.clock
         later = clock() + 0.002
         await until(lambda: clock() > later)
-        assert await replica.call("progress", "r", 0) != first
+        assert await replica.call("progress", [("r", 0)]) != first
         await rollouts.resume()
         await stream.task
 

@@ -15,7 +15,7 @@ from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.replica.serving.channel import Channel
 from crossdock.workers.replica.serving.inbox import Calls, Inbox
 from crossdock.workers.replica.serving.observed import ObservedEngine, log_ended, request_logger
-from crossdock.workers.replica.serving.readers import AttemptKey, Readers, Superseded
+from crossdock.workers.replica.serving.readers import AttemptKey, Superseded
 from crossdock.workers.replica.transfer.handover import Handover, HandoverOpener
 from crossdock.workers.replica.transfer.replica_dock import rank_blobs
 from crossdock.workers.report.advertise import Message
@@ -36,7 +36,6 @@ class EngineThread(ObservedEngine):
     def __init__(self, engine: Engine, opener: HandoverOpener | None = None) -> None:
         """`opener`: of the transfers with other replicas; None: all work is local."""
         super().__init__(engine)
-        self._readers = Readers()
         self._num_failures = 0  # outside of steps, since the last step
         self._page_bytes = engine.page_bytes
         self._loop = asyncio.get_running_loop()
@@ -70,7 +69,7 @@ class EngineThread(ObservedEngine):
     @property
     def channels(self) -> Mapping[str, Channel]:
         """Return the open channels, by ingress."""
-        return self._readers.channels
+        return self.readers.channels
 
     # -- for one ingress ---------------------------------------------------------------------------------------------
 
@@ -92,17 +91,17 @@ class EngineThread(ObservedEngine):
 
     def heard(self, ingress: str) -> None:
         """Note that an ingress reads its `messages`. The requests of a silent, so perhaps stopped, ingress end."""
-        self._readers.heard(ingress)
+        self.readers.heard(ingress)
 
     def channel(self, ingress: str) -> Channel:
         """Open the channel of a reader. A second call replaces the first channel, and ends its reader."""
-        channel = self._readers.open(ingress)
+        channel = self.readers.open(ingress)
         self._inbox.post(lambda: self._introduce(channel))
         return channel
 
     async def close_channel(self, ingress: str, channel: Channel) -> None:
         """Forget a reader, and abort the requests whose deltas went to it."""
-        await self.abort(self._readers.close(ingress, channel))
+        await self.abort(self.readers.close(ingress, channel))
 
     async def submit(self, ingress: str, submission: Submission) -> int:
         """Queue an attempt at a request, whose deltas go to the channel of `ingress`. It ends any earlier attempt here.
@@ -110,7 +109,7 @@ class EngineThread(ObservedEngine):
         Returns the number of the last live profile that does not include the request. Raises what `Engine.add` raises,
         and Superseded where the attempt was aborted before this call, or a later attempt is here.
         """
-        self._readers.claim(ingress, submission)
+        self.readers.claim(ingress, submission)
         arrived = self.engine.clock()  # here, not between two steps: the step that runs now is time the request waits
         sequence: list[int] = []
 
@@ -120,13 +119,13 @@ class EngineThread(ObservedEngine):
 
         try:
             grammar = await self.engine.compiled(submission)
-            self._readers.check(submission)
+            self.readers.check(submission)
             await self.call(add)
         except asyncio.CancelledError:
             await self.abort([(submission.id, submission.epoch)])
             raise
         except Exception:
-            self._readers.release(submission.id, submission.epoch)
+            self.readers.release(submission.id, submission.epoch)
             raise
         return sequence[0]
 
@@ -316,7 +315,7 @@ class EngineThread(ObservedEngine):
             self._end(self.handovers[0].handle(event))
 
     def _add(self, submission: Submission, arrived: float, grammar: Any) -> None:
-        if self._readers.has_ended(submission.id, submission.epoch):
+        if self.readers.has_ended(submission.id, submission.epoch):
             raise Superseded(f"attempt {submission.epoch} at {submission.id} was aborted")
         earlier = self.engine.scheduler.table.get(submission.id)
         if earlier is not None and earlier.epoch < submission.epoch:
@@ -364,18 +363,18 @@ class EngineThread(ObservedEngine):
     # -- the event loop ----------------------------------------------------------------------------------------------
 
     def _deliver(self, deltas: Sequence[TokenDelta], live: LiveProfile | None, pages: Sequence[PageChanges]) -> None:
-        unread = self._readers.deliver(deltas, live, pages)
+        unread = self.readers.deliver(deltas, live, pages)
         if unread:
             logger.error("an ingress is lost or does not read its tokens: its %d requests are aborted", len(unread))
             self._end_attempts(unread)
 
     def _end_attempts(self, attempts: Sequence[AttemptKey]) -> None:
         for request_id, epoch in attempts:
-            self._readers.end(request_id, epoch)
+            self.readers.end(request_id, epoch)
         if attempts:
             self._inbox.post(lambda: self._abort(attempts), is_urgent=True)
 
     def _ended(self) -> None:
         """End every reader and fail every call: the thread has ended."""
-        self._readers.close_all()
+        self.readers.close_all()
         self._calls.fail()

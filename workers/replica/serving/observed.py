@@ -12,6 +12,7 @@ from typing import Any
 from crossdock.kvtransfer.events import Figures
 from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.replica.serving.metrics import EngineMetrics
+from crossdock.workers.replica.serving.readers import AttemptKey, Readers
 from crossdock.workers.report.live_profile import LiveProfile, PageChanges
 from crossdock.workers.report.publisher import Publisher
 from crossdock.workers.report.recent_steps import RecentSteps
@@ -33,6 +34,7 @@ class ObservedEngine:
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
+        self.readers = Readers()
         self.metrics = EngineMetrics(engine)
         unix_at_zero = time.time() - engine.clock()
         self.timelines = Timelines(engine.config.slo_classes, unix_at_zero)
@@ -87,14 +89,18 @@ class ObservedEngine:
         """Return the timelines of all requests that a client's request led to here; see `Timelines.find`."""
         return self.timelines.find(request_id, owner, self.engine.clock())
 
-    async def progress(self, request_id: str, epoch: int) -> list[int | str] | None:
-        """Return how far an attempt is: numbers, one of which differs whenever the attempt has moved. None: not here.
+    async def progress(self, attempts: Sequence[AttemptKey]) -> list[list[int | str] | None]:
+        """Return how far each attempt is: numbers, one of which differs whenever the attempt has moved. None: not here.
 
         A waiting attempt moves whenever this replica computes anything, and every one while this replica is paused.
+        A submission that the engine's thread has not taken yet waits too.
         """
+        return [self._progress(*each) for each in attempts]
+
+    def _progress(self, request_id: str, epoch: int) -> list[int | str] | None:
         request = self.engine.scheduler.table.get(request_id)
         if request is None or request.epoch != epoch:
-            return None
+            return ["submitted", self.num_computed] if self.readers.has(request_id, epoch) else None
         own = [request.status.value, request.num_computed_tokens, request.num_tokens, request.num_preemptions]
         if self.engine.scheduler.is_paused:  # not stuck
             own.append(int(1000 * self.engine.clock()))

@@ -63,6 +63,10 @@ class Readers:
         if self._reader_of.get(submission.id, (None, -1))[1] != submission.epoch:
             raise Superseded(f"attempt {submission.epoch} at {submission.id} is over")
 
+    def has(self, request_id: str, epoch: int) -> bool:
+        """Return whether the tokens of an attempt go to a reader: it was submitted, and has not ended."""
+        return self._reader_of.get(request_id, (None, -1))[1] == epoch
+
     def release(self, request_id: str, epoch: int) -> None:
         """Send no more tokens of an attempt, which was refused."""
         if self._reader_of.get(request_id, (None, -1))[1] == epoch:

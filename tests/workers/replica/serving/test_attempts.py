@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 
 from crossdock.workers.replica.serving import channel, engine_thread
+from crossdock.workers.replica.serving.engine_thread import EngineThread
 from crossdock.workers.replica.serving.inbox import Inbox
 from crossdock.workers.replica.serving.readers import Superseded
 from crossdock.workers.schedule.request.request import FinishReason, TokenDelta
@@ -33,6 +34,12 @@ def fail() -> None:
     raise LookupError("broken on purpose")
 
 
+async def progress(thread: EngineThread, name: str, epoch: int = 0) -> list[int | str] | None:
+    """Return how far one attempt is."""
+    [numbers] = await thread.progress([(name, epoch)])
+    return numbers
+
+
 async def test_later_attempt_replaces_the_one_that_is_served_and_an_earlier_one_is_refused() -> None:
     async with driving() as driven:
         await driven.thread.submit("test", attempt(3))
@@ -44,7 +51,7 @@ async def test_later_attempt_replaces_the_one_that_is_served_and_an_earlier_one_
         with pytest.raises(Superseded):
             await driven.thread.submit("other", attempt(4))
         await driven.thread.abort([("r", 3)])
-        assert await driven.thread.progress("r", 3) is None
+        assert await progress(driven.thread, "r", 3) is None
         await ending
         assert [one["finish_reason"] for one in driven.thread.timelines.find("", None, 0.0)] == ["abort", "length"]
         assert driven.engine.pages.counts().owned == 0
@@ -57,7 +64,11 @@ async def test_abort_that_overtakes_its_submission_ends_that_and_no_later_one(is
         submitting = asyncio.create_task(driven.thread.submit("test", attempt(1)))
         if is_posted:
             await posted(driven.thread, 1)
+            waiting = await progress(driven.thread, "r", 1)
+            assert waiting is not None, "it waits for the step that runs"
+            assert waiting[0] == "submitted"
         await driven.thread.abort([("r", 1)])
+        assert await progress(driven.thread, "r", 1) is None
         gate.set()
         with pytest.raises(Superseded):
             await submitting
@@ -71,24 +82,24 @@ async def test_abort_that_overtakes_its_submission_ends_that_and_no_later_one(is
 async def test_progress_is_that_of_the_request_and_of_the_replica_only_while_the_request_waits() -> None:
     async with driving() as driven:
         thread = driven.thread
-        assert await thread.progress("a", 0) is None
+        assert await progress(thread, "a") is None
         gate = await driven.hold()
         for name in "abcde":  # four have places
             submitting = asyncio.create_task(driven.submit(name, 40, max_tokens=200))
             await posted(thread, "abcde".index(name) + 1)
-        while (running := await thread.progress("d", 0)) is None or running[2] < 42:
+        while (running := await progress(thread, "d")) is None or running[0] == "submitted" or int(running[2]) < 42:
             gate = await hold(thread, before=gate)
         await submitting
-        stream, waiting = await thread.progress("a", 0), await thread.progress("e", 0)
+        stream, waiting = await progress(thread, "a"), await progress(thread, "e")
         for _ in range(3):
-            await thread.progress("a", 0)
-        assert (await thread.progress("a", 0), await thread.progress("e", 0)) == (stream, waiting)
+            await progress(thread, "a")
+        assert (await progress(thread, "a"), await progress(thread, "e")) == (stream, waiting)
         assert waiting is not None
         assert stream is not None
         assert (waiting[0], stream[0]) == ("waiting", "running")
         gate = await hold(thread, before=gate)
-        assert await thread.progress("a", 0) != stream
-        assert await thread.progress("e", 0) != waiting, "it waits behind others that are computed"
+        assert await progress(thread, "a") != stream
+        assert await progress(thread, "e") != waiting, "it waits behind others that are computed"
         gate.set()
         await thread.abort([(name, 0) for name in "abcde"])
 
@@ -169,7 +180,7 @@ async def test_reader_too_far_behind_is_closed_and_its_requests_end(monkeypatch:
         work = replace(attempt(0), id="its")
         await driven.thread.submit("stopped", work)
         await driven.run("other", 40, max_tokens=10)
-        while await driven.thread.progress("its", 0) is not None:
+        while await progress(driven.thread, "its") is not None:
             await asyncio.sleep(0.001)
         assert "stopped" not in driven.thread.channels
         assert [message async for message in stopped.messages()] == []
@@ -186,7 +197,7 @@ async def test_reader_without_a_sign_of_life_loses_its_requests(is_alive: bool) 
         reader.heard_at -= 1.1 * channel.MOST_SILENCE_S
         if is_alive:
             driven.thread.heard("other")
-        while await driven.thread.progress("its", 0) is not None:
+        while await progress(driven.thread, "its") is not None:
             await asyncio.sleep(0.001)
         assert ("other" in driven.thread.channels) == is_alive
         deltas = list[TokenDelta]()
