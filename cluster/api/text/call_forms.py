@@ -1,9 +1,7 @@
 """The forms in which model families write tool calls: where a call begins and ends, and what it says."""
 
-import ast
 import html
 import re
-import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
@@ -20,9 +18,9 @@ from crossdock.cluster.api.text.call_values import (
 )
 from crossdock.cluster.api.text.gemma_calls import gemma_value
 from crossdock.cluster.api.text.open_calls import SIGN, End, JsonCall, OpenCall, Parameters, TaggedCall
+from crossdock.cluster.api.text.python_calls import python_list
 
 _MOST_ENDS = 64  # closing markers that a call may contain before its own; each costs one reading of the call
-_PYTHON_CHARS = 1 << 15  # of calls in Python; its parser takes up to 7 µs for each
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +70,8 @@ class CallForm:
     value: str = ""  # where the text that ends with its bracket begins, as a pattern
     head: str = ""  # all before the arguments, where a call may be shown while it is written; has the group `name`
     parameters: Parameters | None = None  # of such a call; None: the arguments are JSON, or in a form of their own
-    own: Callable[[Sequence[str]], OpenCall] | None = None  # which reads that form, given the markers that end a call
+    # Reads that form, given the markers that end a call, and the tools.
+    own: Callable[[Sequence[str], Schemas], OpenCall] | None = None
     ends: End = "marker"  # such a call
     in_content: str = ""  # how a call without a marker begins behind text, but for white space; empty: never there
     is_in_value: Callable[[str], bool] | None = None  # a closing marker after this text may be a part of a value
@@ -82,7 +81,7 @@ class CallForm:
         if self.parameters is not None:
             return TaggedCall(self.parameters, self.closer, schemas, name)
         marks = [mark for mark in (self.closer, self.opener) if mark]
-        return JsonCall(marks, self.ends) if self.own is None else self.own(marks)
+        return JsonCall(marks, self.ends) if self.own is None else self.own(marks, schemas)
 
 
 class CallScan:
@@ -273,36 +272,7 @@ def marked_python_calls(text: str, schemas: Schemas) -> Sequence[Call]:
 
 
 def _python_list(text: str) -> Sequence[Call]:
-    if len(text) > _PYTHON_CHARS:
-        raise ValueError(f"more than {_PYTHON_CHARS} characters")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # an unknown escape in a string is the model's, and no matter for a log
-        tree = ast.parse(text.strip(), mode="eval").body
-    if not isinstance(tree, ast.List) or not tree.elts:
-        raise ValueError("not a list of calls")
-    return [_python_call(each) for each in tree.elts]
-
-
-def _python_call(node: ast.expr) -> Call:
-    if not isinstance(node, ast.Call) or node.args or any(each.arg is None for each in node.keywords):
-        raise ValueError("not a call with named arguments")
-    return Call(
-        ast.unparse(node.func), write_json({str(each.arg): _python_value(each.value) for each in node.keywords})
-    )
-
-
-def _python_value(node: ast.expr) -> Any:
-    match node:
-        case ast.Name(id=("true" | "false" | "null") as name):
-            return read_json(name)
-        case ast.List(elts=parts):
-            return [_python_value(part) for part in parts]
-        case ast.Dict(keys=keys, values=values):
-            return {
-                str(ast.literal_eval(key)): _python_value(part) for key, part in zip(keys, values, strict=True) if key
-            }
-        case _:
-            return ast.literal_eval(node)
+    return [Call(name, arguments) for name, arguments in python_list(text)]
 
 
 def gemma_calls(text: str, schemas: Schemas) -> Sequence[Call]:

@@ -16,6 +16,7 @@ from crossdock.cluster.api.text.call_forms import (
 from crossdock.cluster.api.text.gemma_calls import GemmaCall
 from crossdock.cluster.api.text.marked_text import MarkedFamily
 from crossdock.cluster.api.text.open_calls import SIGN, Parameters
+from crossdock.cluster.api.text.python_calls import PYTHON_HEAD, PythonCall
 
 _THINKS = ("<think>",)
 _ANSWERS = ("</think>",)
@@ -192,6 +193,8 @@ FAMILIES: Mapping[str, MarkedFamily] = {
                 marked_python_calls,
                 "<|tool_call_end|>",
                 begins=rf"{_SPACE}(?:$|\[)",
+                head=PYTHON_HEAD,
+                own=lambda marks, schemas: PythonCall(marks, None),
                 is_in_value=lambda body: "(" in body or "{" in body,
             ),
         ),
@@ -259,7 +262,7 @@ FAMILIES: Mapping[str, MarkedFamily] = {
                 "<tool_call|>",
                 begins=rf"{_SPACE}(?:(?:call)?:|c?a?l?l?$)",
                 head=r"\s{0,64}(?:call)?:(?P<name>[^{\s]{1,256})(?=\{)",
-                own=GemmaCall,
+                own=lambda marks, schemas: GemmaCall(marks),
                 is_in_value=lambda body: body.count('<|"|>') % 2 == 1,
             ),
         ),
@@ -298,7 +301,7 @@ FAMILIES: Mapping[str, MarkedFamily] = {
         ),
     ),
     "llama4_pythonic": MarkedFamily(
-        calls=(CallForm("", python_calls, begins=_PYTHON, quotes="\"'"),),
+        calls=(CallForm("", python_calls, begins=_PYTHON, quotes="\"'", head=PYTHON_HEAD, own=PythonCall),),
         nothing=("<|python_start|>", "<|python_end|>"),
     ),
 }

@@ -34,6 +34,7 @@ class GemmaCall:
 
     def __init__(self, marks: Sequence[str]) -> None:
         """`marks`: markers that end the call wherever they stand outside a string."""
+        self.following: str | None = None
         self._marks = marks
         self._next = re.compile("|".join(map(re.escape, (*marks, _QUOTE))) + r"|[{}\[\],]")
         self._ends = re.compile("|".join(map(re.escape, marks)))

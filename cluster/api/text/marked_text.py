@@ -103,7 +103,7 @@ class MarkedText:
         self._section = ""  # a marker of a section, which is text if no call follows it or came before it
         self._after_call = False
         self._open: OpenCall | None = None  # of which the buffer has all since its function was known
-        self._open_closer = ""
+        self._open_form: CallForm | None = None  # of that call
         self._scan: CallScan | None = None  # of the call that the buffer begins with
         self._num_calls = 0
 
@@ -257,7 +257,7 @@ class MarkedText:
         scan.may_open = len(self._buffer) < HEAD
         if found is None:
             return False
-        self._scan, self._open, self._open_closer = None, form.opened(found["name"], self._schemas), form.closer
+        self._scan, self._open, self._open_form = None, form.opened(found["name"], self._schemas), form
         self._calls([Call(found["name"], "", found.groupdict().get("id"))], pieces)
         self._buffer = self._buffer[found.end() :]
         return True
@@ -265,8 +265,16 @@ class MarkedText:
     def _end_call(self, arguments: str, end: int, pieces: list[Piece]) -> None:
         """End the call that is open, and take it out of the buffer."""
         self._show(arguments, pieces)
-        self._buffer = self._buffer[end:].removeprefix(self._open_closer)
-        self._open = None
+        assert self._open is not None
+        assert self._open_form is not None
+        following = self._open.following
+        self._buffer = self._buffer[end:]
+        if following is None:
+            self._buffer = self._buffer.removeprefix(self._open_form.closer)
+            self._open = None
+        else:
+            self._open = self._open_form.opened(following, self._schemas)
+            self._calls([Call(following, "")], pieces)
 
     def _show(self, arguments: str, pieces: list[Piece]) -> None:
         if arguments:

@@ -25,7 +25,12 @@ End: TypeAlias = Literal["marker", "bracket", "outer bracket"]  # of a call: aft
 
 
 class OpenCall(Protocol):
-    """The rest of a call. Both methods get all of the text since the call was opened, which grows."""
+    """The rest of a call. Both methods get all of the text since the call was opened, which grows.
+
+    `following`: the function of another call, of the same kind, whose arguments begin where this one ends; None: none.
+    """
+
+    following: str | None
 
     def take(self, text: str) -> tuple[str, int | None]:
         """Return more of the arguments, and where the call ends, before its marker; None: it goes on."""
@@ -39,6 +44,7 @@ class JsonCall:
 
     def __init__(self, marks: Sequence[str], ends: End) -> None:
         """`marks`: markers that end the call wherever they stand outside a string. `ends`: what ends it otherwise."""
+        self.following: str | None = None
         self._marks = marks
         self._mark = re.compile("|".join(map(re.escape, marks)) or "(?!)")
         self._ends = ends
@@ -143,6 +149,7 @@ class TaggedCall:
     """Parameters between tags. Each is shown once it is complete."""
 
     def __init__(self, parameters: Parameters, closer: str, schemas: Schemas, name: str) -> None:
+        self.following: str | None = None
         self._parameters = parameters
         self._closer = closer
         self._schemas = schemas

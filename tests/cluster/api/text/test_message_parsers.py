@@ -70,7 +70,13 @@ CALLS = {
     "llama3_json": f'{{"name": "move", "parameters": {ONE}}}; {{"name": "wait", "parameters": {{}}}}',
     "llama4_pythonic": "<|python_start|>[move(to='Ré 🙂', speed=3), wait()]<|python_end|>",
 }
+# Families of which each argument comes once its value is complete.
+WHOLE_VALUES = (
+    *("qwen3_xml", "glm", "deepseek_dsml", "kimi_k3", "gemma4", "seed_oss", "minimax_m2", "step3"),
+    *("lfm2", "llama4_pythonic"),
+)
 BARE = ("llama3_json", "llama4_pythonic")  # have neither reasoning nor content beside calls
+NO_VALUES = ("1j", "b'a'", "{1}", "{[1]}", "...", f"1{'0' * 400}+1j")  # in Python
 # Texts that look like calls and are none: (family, text).
 NO_CALLS = [
     ("hermes", "<tool_call>not JSON</tool_call>"),
@@ -95,7 +101,9 @@ NO_CALLS = [
     ("llama3_json", '{"name": "jump", "parameters": {}}'),
     ("llama4_pythonic", "[1, 2] is a list"),
     ("llama4_pythonic", "[move(1)]"),
-    *(("llama4_pythonic", f"[move(to={text})]") for text in ("1j", "b'a'", "{1}", "{[1]}", "...", f"1{'0' * 400}+1j")),
+    ("llama4_pythonic", "[jump(to=1), move(to='a')]"),
+    ("llama4_pythonic", "[move(to"),
+    *(("lfm2", f"<|tool_call_start|>[jump(to={text})]<|tool_call_end|>") for text in NO_VALUES),
     ("gpt_oss", "Text without a header"),
     ("gpt_oss", "<|channel|>commentary to=functions.move<|message|>not JSON<|call|>"),
 ]
@@ -171,6 +179,20 @@ def test_text_that_is_no_call_stays_content_as_it_is(family: str, text: str, rea
         ("qwen3_xml", "<function=move>\n<parameter=to>\na\n</parameter>\n", '{"to": "a"}', '{"to": "a"', None),
         ("qwen3_xml", "<function=move>\n<parameter=to>\na\n</parameter>Sorry.", '{"to": "a"}', '{"to": "a"', "Sorry."),
         ("glm", "<tool_call>move<arg_key>to</arg_key><arg_value>a</arg_value>No.", '{"to": "a"}', '{"to": "a"', "No."),
+        ("lfm2", "<|tool_call_start|>[move(to='a'", '{"to": "a"}', '{"to": "a"', None),
+        ("lfm2", "<|tool_call_start|>[move(to='a', speed=3", '{"to": "a", "speed": 3}', '{"to": "a"', None),
+        ("lfm2", "<|tool_call_start|>[move(to='a', speed=", '{"to": "a"}', '{"to": "a"', None),
+        ("lfm2", "<|tool_call_start|>[move(to='a<|tool_call_end|>", "{}", "", None),
+        ("lfm2", "<|tool_call_start|>[move(to='a')<|tool_call_end|>Sorry.", '{"to": "a"}', None, "Sorry."),
+        ("lfm2", "<|tool_call_start|>[move(to=<|tool_call_end|>Sorry.", '{"to": ""}', None, "Sorry."),
+        ("lfm2", "<|tool_call_start|>[move(to='a')] \n<|tool_call_end|>Sorry.", '{"to": "a"}', None, "Sorry."),
+        ("llama4_pythonic", "[move(to=''", '{"to": ""}', '{"to": ""', None),
+        ("llama4_pythonic", "[move(to='a', 5, speed=3)] Sorry.", '{"to": "a", "speed": 3}', None, "Sorry."),
+        ("llama4_pythonic", "[move(to='a'), jump(high=2)]", '{"to": "a"}', None, ", jump(high=2)]"),
+        ("llama4_pythonic", "[move(to='a'] Sorry.", '{"to": "a"}', None, "Sorry."),
+        ("llama4_pythonic", "[move(to='a'), 5]", '{"to": "a"}', None, ", 5]"),
+        ("llama4_pythonic", "[move(to='a'),", '{"to": "a"}', None, None),
+        *(("llama4_pythonic", f"[move(to={text})]", json.dumps({"to": text}), None, None) for text in NO_VALUES),
     ],
 )  # fmt: skip
 def test_malformed_call_stays_a_call_once_its_arguments_have_begun(
@@ -185,7 +207,7 @@ def test_malformed_call_stays_a_call_once_its_arguments_have_begun(
     assert (message["content"] or "").strip() == (content or "")
 
 
-@pytest.mark.parametrize("family", sorted(CALLS.keys() - {"lfm2", "llama4_pythonic"}))
+@pytest.mark.parametrize("family", sorted(CALLS))
 def test_arguments_come_while_the_model_writes_them(family: str) -> None:
     """The whole of a value between tags or marks comes at once, other arguments with each token."""
     message = ChatMessage(parser(family))
@@ -195,7 +217,7 @@ def test_arguments_come_while_the_model_writes_them(family: str) -> None:
     assert calls[0]["function"] == {"name": "move", "arguments": ""}
     assert all(call["function"].keys() == {"arguments"} for call in calls[1:])
     assert "".join(call["function"]["arguments"] for call in calls) == ONE
-    if family in ("qwen3_xml", "glm", "deepseek_dsml", "kimi_k3", "gemma4", "seed_oss", "minimax_m2", "step3"):
+    if family in WHOLE_VALUES:
         assert len(calls) - (calls[-1]["function"] == {"arguments": "}"}) == 3, "the name, and two parameters"
         assert at[1] < at[2]
     else:
@@ -367,9 +389,34 @@ def test_backslash_before_the_end_of_a_string_is_read_alike_in_any_pieces(size: 
     assert calls_of(streamed("mistral", pieces)) == [("move", {"to": "a\\"}), ("wait", {})]
 
 
-def test_call_with_an_escape_that_python_does_not_know_is_read() -> None:
-    assert calls_of(whole("llama4_pythonic", "[move(to='\\d')]")) == [("move", {"to": "\\d"})]
-    assert "tool_calls" not in whole("llama4_pythonic", f"[move(to='{'a' * 40_000}')]")
+@pytest.mark.parametrize("size", [1, 2, 3, 1000])
+@pytest.mark.parametrize(
+    ("literal", "value"),
+    [
+        (r"'\d'", r"\d"),
+        ("''", ""),
+        ("'a\\'b'", "a'b"),
+        ("'a' 'b'", "ab"),
+        ("\"\"\"It's \"so\", (all) of it\"\"\"", "It's \"so\", (all) of it"),
+        ("\'\'\'a\nb\'\'\'", "a\nb"),
+        ("'a\nb'", "a\nb"),
+        ("[1, (2, 3), {'a': [None, true]}]", [1, [2, 3], {"a": [None, True]}]),
+        ("{'a': {'b': ')]'}}", {"a": {"b": ")]"}}),
+        ("-1.5", -1.5),
+        (f"'{'a' * 40_000}'", "a" * 40_000),
+    ],
+)  # fmt: skip
+def test_literal_of_python_is_read_alike_in_any_pieces(literal: str, value: Any, size: int) -> None:
+    text = f"[move(to={literal}, speed=3), wait ( ) , move(to='b')]"
+    message = streamed("llama4_pythonic", [text[start : start + size] for start in range(0, len(text), size)])
+    assert calls_of(message) == [("move", {"to": value, "speed": 3}), ("wait", {}), ("move", {"to": "b"})]
+    assert message["content"] is None
+
+
+def test_list_of_unknown_functions_is_read_up_to_a_bound() -> None:
+    text = "<|tool_call_start|>[jump(to='{}')]<|tool_call_end|>"
+    assert calls_of(whole("lfm2", text.replace("{}", "a"))) == [("jump", {"to": "a"})]
+    assert "tool_calls" not in whole("lfm2", text.replace("{}", "a" * 40_000))
 
 
 def test_calls_without_an_end_do_not_hide_what_follows_them() -> None:
