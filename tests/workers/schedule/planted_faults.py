@@ -244,7 +244,6 @@ TIERS = [
         "TierLoading._use",
         "load.prefix, load.landed_until",
         "load.prefix, len(load.prefix.hashes)",
-        5000,
     ),
     Fault(
         "page that a tier still fills is used again",
@@ -252,7 +251,6 @@ TIERS = [
         "TierLoading.take_back",
         "only=being_filled",
         "only=()",
-        5000,
     ),
     Fault(
         "page that a tier still fills is released by the step in flight",
@@ -260,7 +258,6 @@ TIERS = [
         "TierLoading._is_wanted",
         "or request.num_in_flight_tokens > 0",
         "",
-        5000,
     ),
     Fault(
         "page is offered when it is another's",
@@ -268,7 +265,6 @@ TIERS = [
         "BlockPool.offer",
         "else (page,)",
         "else (page ^ 1,)",
-        5000,
     ),
 ]
 FETCHES = [  # found by two replicas that fetch from each other

@@ -22,11 +22,61 @@ class ReturningHistory(AnyHistory):
     modes = modes(returns=True)
 
     @rule(number=st.integers(0, 4), tail=st.integers(1, 49), loaded=st.sampled_from([9, 9, 2]))
-    def come_back(self, number: int, tail: int, loaded: int) -> None:
+    def come_back(self, number: int, tail: int, loaded: int | None) -> None:
         """One more prompt with a prefix that others have evicted since."""
         prompt = [*RETURNING[number], tail]
         self.submit(Request(f"r{self.count}", prompt, SamplingParams(max_tokens=2), arrival_time=self.now), False)
         self.run_steps(4, set(), loaded)
+
+    @rule(
+        number=st.integers(0, 4), tail=st.integers(1, 49), filled=st.sampled_from([0, 1, 3]), leaves=st.integers(0, 3)
+    )
+    def come_back_to_a_slow_tier(self, number: int, tail: int, filled: int, leaves: int) -> None:
+        """The request leaves, or its patience ends, while a page is filled. Another prompt takes pages meanwhile, and
+        comes back once the tier has filled the page."""
+        self.end_loads()
+        name = f"r{self.count}"
+        prompt = [*RETURNING[number], tail]
+        self.submit(Request(name, prompt, SamplingParams(max_tokens=2), arrival_time=self.now), False)
+        self.one_step()
+        if self.loads:
+            self.end_a_load(filled)
+        if leaves > 1 and name in self.live:  # while a step computes it
+            if not self.flights:
+                self.begin()
+            request = self.live.pop(name)
+            assert self.scheduler.abort(name) is request
+        elif leaves and name in self.live:
+            self.leave(name)
+        else:
+            self.now += 10.0
+        other = (number + 1) % len(RETURNING)
+        self.come_back(other, tail, None)
+        self.end_loads()
+        self.come_back(other, tail % 49 + 1, None)
+
+    def end_loads(self) -> None:
+        while self.loads:
+            self.end_a_load(9)
+
+    @rule(number=st.integers(0, 4), tail=st.integers(1, 49), num_pages=st.integers(1, 9))
+    def wait_twice(self, number: int, tail: int, num_pages: int) -> None:
+        """Pages of a prompt stop coming while somebody may still write to them, come from elsewhere, and stop again.
+        The first writer ends before the second."""
+        new = Request(f"r{self.count}", [*RETURNING[number], tail], SamplingParams(max_tokens=2), arrival_time=self.now)
+        self.submit(new, False)
+        pages = min(num_pages, (new.num_tokens - 1) // self.pages.page_size)
+        for _ in range(2 * (new.id in self.live)):
+            if (prefix := self.scheduler.awaited.begin(new, pages, self.now + 10.0)) is not None:
+                self.awaited.append(prefix)
+                self.end_prefix(prefix, may_be_written=True)
+        if [each.request for each in self.left].count(new) == 2:
+            first = next(each for each in self.left if each.request is new)
+            self.left.remove(first)
+            self.pages.end_quarantine(first.owner)
+            self.come_back((number + 1) % len(RETURNING), tail, None)
+            self.write_some_of_what_is_awaited()
+            self.come_back((number + 1) % len(RETURNING), tail % 49 + 1, None)
 
     def teardown(self) -> None:
         for number in (0, 1, 2, 3, 4, 0, 1):
