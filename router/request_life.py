@@ -159,10 +159,8 @@ class RequestLife:
         self._is_granted, self._travels_late = placement.prefill is None, False
         self._patience = max(self._timeouts.patience_s, 2 * placement.predicted_ttft)
         self.deadline = now + self._timeouts.taken_s
-        submission = self.submission
-        if self.attempt:
-            may_refuse = not self.is_accepted
-            submission = _continued(submission, self.attempt, self.output, now - self._began, may_refuse=may_refuse)
+        waited_s = now - self._began
+        submission = _continued(self.submission, self.attempt, self.output, waited_s, is_accepted=self.is_accepted)
         self._prefill = placement.prefill
         submits = submits_of(placement, submission)
         self._working = [submit.replica for submit in submits]
@@ -317,8 +315,6 @@ class RequestLife:
         unchanged_s = now - self._watch.unchanged_since
         if unchanged_s > self._timeouts.stuck_s:
             why = f"the request has not moved at replica {' and '.join(self._working)} for {unchanged_s:.0f} s"
-            if self._unanswered:
-                return self.refused(self._unanswered[0], attempt, ReplicaLost(why), now)
             return [*actions, *self._lose(ReplicaLost(why), now, *self._working)]
         self.deadline = now + self._patience
         return actions
@@ -433,13 +429,13 @@ def _without(delta: TokenDelta, num_seen: int) -> TokenDelta:
 
 
 def _continued(
-    submission: Submission, attempt: int, output: Sequence[int], waited_s: float, *, may_refuse: bool
+    submission: Submission, attempt: int, output: Sequence[int], waited_s: float, *, is_accepted: bool
 ) -> Submission:
-    """Return the submission of a further attempt, which goes on after the tokens that the client has."""
-    output_token_ids = tuple(output)
-    return replace(
-        submission, epoch=attempt, output_token_ids=output_token_ids, may_refuse=may_refuse, waited_s=waited_s
-    )
+    """Return the submission of an attempt. A further one goes on after the tokens that the client has."""
+    if not attempt:
+        return submission
+    further = replace(submission, epoch=attempt, output_token_ids=tuple(output), waited_s=waited_s)
+    return replace(further, may_refuse=not is_accepted)
 
 
 def _not_taken(replica: str) -> ReplicaLost:

@@ -177,7 +177,10 @@ def test_submission_without_an_answer_is_aborted_where_its_replica_does_not_have
         assert life.progress(submit.replica, 0, numbers, 10.0) == [], "it may be on its way; a step may be long"
         assert life.tick(now) == [Ask(submit.replica, 0)]
         actions = life.progress(submit.replica, 0, numbers, now)
-    assert actions == [Detach(submit.replica, 0, True), PlaceAgain(None)]
+    detach, again = actions
+    assert detach == Detach(submit.replica, 0, True)
+    assert isinstance(again, PlaceAgain)
+    assert (again.loss is None) == (way != "stuck")
     (other,) = submits(life.place(now))
     assert other.replica != submit.replica
 
