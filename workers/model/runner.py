@@ -110,6 +110,10 @@ class Runner:
         """Return how many streams with drafts a recorded step has at most, and their rows; None: none is recorded."""
         return next((graphs.verified for graphs in self.graphs if isinstance(graphs, MixedGraphs)), None)
 
+    def replay_of(self, num_decodes: int) -> Callable[[], None] | None:
+        """Return the graph alone of so many decodes, for measurements; None: they are not recorded."""
+        return next((each.replay_of(num_decodes) for each in self.graphs if isinstance(each, DecodeGraphs)), None)
+
     def wait(self) -> None:
         """Wait until the device has computed all steps."""
         self.model.wait()

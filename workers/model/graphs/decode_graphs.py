@@ -7,6 +7,7 @@ one, with padding rows that read one token and write nowhere, and its inputs are
 import logging
 import time
 from bisect import bisect_left
+from collections.abc import Callable
 from functools import partial
 from typing import TypeVar
 
@@ -92,6 +93,10 @@ class DecodeGraphs:
         recorded.page_table[:size, ..., :width].copy_(given.page_table)  # entries beyond `width` are not read
         self._graphs[size]()
         return self._logits[:num_rows]
+
+    def replay_of(self, num_rows: int) -> Callable[[], None]:
+        """Return the graph that computes steps of so many sequences, over the inputs of the newest one."""
+        return self._graphs[self._sizes[bisect_left(self._sizes, num_rows)]]
 
     def hidden(self, inputs: StepInputs) -> Tensor | None:
         """Return the last hidden states [T, E] of the newest step, which the next run overwrites."""

@@ -224,6 +224,17 @@ def measure_step(
         return None if batch is None else (batch.work, [engine.run_batch(batch) for _ in range(repeats)])
 
 
+def measure_ahead(
+    engine: Engine, num_streams: int, context: int, times: int, vocabulary: int = 1
+) -> list[float] | None:
+    """Return the seconds between the ends of decode steps that begin before the host has the tokens of the step before.
+
+    As `measure_step` otherwise, which runs one step after the other, with the host's work between them.
+    """
+    with _step_of(engine, None, num_streams, context, vocabulary) as batch:
+        return None if batch is None else engine.run_batch_often(batch, times)
+
+
 @contextmanager
 def _step_of(
     engine: Engine,

@@ -343,10 +343,12 @@ class Engine:
             self.pipeline.compute(batch)
             return self.clock() - started
 
-    def run_batch_often(self, batch: Batch) -> list[float]:
-        """Execute and sample `batch` often, with a step in every stage. Returns the seconds between two ends."""
+    def run_batch_often(self, batch: Batch, times: int = 3) -> list[float]:
+        """Execute and sample `batch` often, with a step in every stage, or each step ahead of the tokens before it.
+
+        Returns the seconds between two ends."""
         with self._sampling(batch):
-            return self.pipeline.compute_often(batch)
+            return self.pipeline.compute_often(batch, times)
 
     @contextmanager
     def _sampling(self, batch: Batch) -> Iterator[None]:

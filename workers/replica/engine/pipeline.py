@@ -139,17 +139,20 @@ class Pipeline:
         assert self.is_empty, "steps end in the order in which they began"
         return self._compute(batch, self.runner.begin(batch))
 
-    def compute_often(self, batch: Batch) -> list[float]:
-        """Execute `batch` three times for every stage, with no step in flight before. Returns the seconds between the
-        ends, of those times when every stage had a step to compute."""
+    def compute_often(self, batch: Batch, times: int = 3) -> list[float]:
+        """Execute `batch` so many times for every step that may be in flight, with none in flight before.
+
+        Returns the seconds between the ends, of those times when every stage had a step to compute, or when the step
+        began ahead of the one before.
+        """
         assert self.is_empty, "steps end in the order in which they began"
         intervals = []
-        for number in range(3 * self.depth + self.depth - 1):
-            if number < 3 * self.depth:
+        for number in range(times * self.depth + self.depth - 1):
+            if number < times * self.depth:
                 self.begin(batch, self.clock())
             if number >= self.depth - 1:
                 step = self.finish()
-                intervals += [step.interval] * step.is_full
+                intervals += [step.interval] * (step.is_full or (self.is_ahead and number >= self.depth))
         return intervals
 
     def clear(self) -> None:
