@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from crossdock.kernels.options import CodeKind
+from crossdock.kernels.packages import has_package
 
 Kind: TypeAlias = CodeKind
 
@@ -251,11 +252,21 @@ def scaled_product(x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) 
     """
     N, K = matrix.shape
     rows = x.reshape(-1, K)
-    scales = (rows.abs().amax(1, keepdim=True).float() / torch.finfo(torch.float8_e4m3fn).max).clamp(min=1e-12)
-    codes = (rows.float() / scales).to(torch.float8_e4m3fn)
+    is_on_gpu = _has_kernels(x.device)
+    if is_on_gpu:
+        from crossdock.kernels.gpu.triton_e4m3 import rows_in_e4m3  # Triton is not on every machine
+
+        codes, scales = rows_in_e4m3(rows)
+    else:
+        scales = (rows.abs().amax(1, keepdim=True).float() / torch.finfo(torch.float8_e4m3fn).max).clamp(min=1e-12)
+        codes = (rows.float() / scales).to(torch.float8_e4m3fn)
     own = matrix.scales.float().expand(N, 1).T.contiguous()
-    out = torch._scaled_mm(codes, matrix.codes.T, scales, own, out_dtype=x.dtype)
+    out = torch._scaled_mm(codes, matrix.codes.T, scales, own, out_dtype=x.dtype, use_fast_accum=is_on_gpu)
     return (out if bias is None else out + bias).view(*x.shape[:-1], N)
+
+
+def _has_kernels(device: torch.device) -> bool:
+    return device.type == "cuda" and has_package("triton")
 
 
 def require_e4m3_products(device: torch.device) -> None:

@@ -19,6 +19,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from crossdock.kernels.gpu import triton_attention as attention
+from crossdock.kernels.gpu import triton_e4m3 as e4m3
 from crossdock.kernels.gpu import triton_experts as experts
 from crossdock.kernels.gpu import triton_fixed_order as fixed_order
 from crossdock.kernels.gpu import triton_layer_steps as steps
@@ -186,6 +187,13 @@ def check_sampling(gpu: Gpu) -> None:
     gpu.check(masks.mask_kernel, {"BLOCK": masks.BLOCK})
 
 
+def check_e4m3(gpu: Gpu) -> None:
+    """Rows of Llama-3.1-8B's widest product."""
+    if gpu.has_e4m3:
+        KINDS.update({"x": "*bf16", "codes": "*fp8e4nv", "scales": "*fp32"})
+        gpu.check(e4m3.quantise_kernel, {"SIZE": 14336, "BLOCK": e4m3.BLOCK})
+
+
 def check_fixed_order(gpu: Gpu) -> None:
     gpu.check(fixed_order.log_softmax_kernel, {"V": 128256, "BLOCK": 2048}, other="*fp32")
     sizes = {"N": 4096, "K": 14336, "TILE": fixed_order.TILE}
@@ -227,5 +235,5 @@ def check_experts(gpu: Gpu) -> None:
 if __name__ == "__main__":
     for argument in sys.argv[1:]:
         checks = check_attention, check_layer_steps, check_sampling, check_fixed_order, check_low_rank, check_experts
-        for check_some in checks:
+        for check_some in (*checks, check_e4m3):
             check_some(Gpu(int(argument)))
