@@ -56,7 +56,7 @@ def live(sequence: int, rng: random.Random) -> LiveProfile:
     """Return the live profile of a replica under load."""
     prompts = (Prompts(0, 1, 3, 900, 0.05), Prompts(1, 3, 2, 6000, rng.random()), Prompts(2, 6, 1, 30_000, 9.0))
     streams = (rng.randrange(30), rng.randrange(60), rng.randrange(10))
-    places, pages = (120, 100, 80), (15_000, 14_000, 11_000)
+    slots, pages = (120, 100, 80), (15_000, 14_000, 11_000)
     ends = tuple((20 * number, 50) for number in range(1, 9))
     return replicas.live_profile(
         "a",
@@ -66,7 +66,7 @@ def live(sequence: int, rng: random.Random) -> LiveProfile:
         context_tokens=700 * sum(streams),
         arriving=(0, 1, 0),
         leaving=(0, 0, 0),
-        places=places,
+        slots=slots,
         free_pages=pages,
         prompt_shares=(0.1, 0.2, 0.1),
         ends=ends,
