@@ -5,7 +5,7 @@ another shape stays a module too, for example one with experts.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,6 +13,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from crossdock.kernels.packages import has_package
+from crossdock.kernels.packed import (
+    PackedMatrix,
+    join_rows,
+    multiplies_e4m3,
+    require_e4m3_products,
+    scaled_product,
+)
 from crossdock.workers.model.architecture import num_deep_layers
 from crossdock.workers.model.forward.forward_context import current_context
 from crossdock.workers.model.forward.row_adapters import RowAdapters
@@ -26,6 +33,7 @@ from crossdock.workers.model.layers.llama_layers import (
     qkv_bias,
 )
 from crossdock.workers.model.model import LoadedModel
+from crossdock.workers.model.weights.packed_layers import PackedExperts, PackedLinear
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +41,13 @@ class _Layer:
     """The weights and modules of one layer."""
 
     input_norm: Any
-    qkv: Tensor  # [(Hq + 2 Hkv) D, E]
+    qkv: Tensor | PackedMatrix  # [(Hq + 2 Hkv) D, E]
     qkv_bias: Tensor | None  # [(Hq + 2 Hkv) D]
     q_norm: Any  # None: heads are not normalised
     k_norm: Any
     out: nn.Module
     post_norm: Any
-    gate_up: Tensor | None  # [2 I, E]; None: `mlp` is the whole mlp
+    gate_up: Tensor | PackedMatrix | None  # [2 I, E]; None: `mlp` is the whole mlp
     mlp: nn.Module  # the down projection, or the whole mlp
     window: int | None
     scale: float
@@ -48,6 +56,7 @@ class _Layer:
     @classmethod
     def of(cls, layer: Any, window: int | None, path: str, in_fixed_order: bool) -> "_Layer":
         check_attention(layer)
+        _check_packed(layer)
         attention = layer.self_attn
         mlp = layer.mlp
         gate_up = None
@@ -89,7 +98,7 @@ class TritonLayers(nn.Module):
 
         super().__init__()
         self._layers = layers
-        self._product = product if in_fixed_order else F.linear
+        self._product: Callable[..., Tensor] = product if in_fixed_order else _multiplied
         # the layer whose weights are read; no child, so that names of parameters stay as they are
         self.replaced = (replaced,)
         self.attention_type = "full_attention"  # some models choose a mask by this; ours is None in any case
@@ -144,7 +153,7 @@ def use_triton_layers(
     `windows`: of each layer's attention. `in_fixed_order`: also the products; each mlp must be Llama's.
 
     Raises:
-        NotFusableError: with the reason; the model is unchanged.
+        NotFusableError: with the reason; the model computes as before.
     """
     if model.part.stage is not None:
         raise NotFusableError("each rank has a pipeline stage, which is entered and left between layers")
@@ -168,16 +177,53 @@ def use_triton_layers(
 
 def _joined_bias(attention: Any) -> Tensor | None:
     """Return the bias of the three input projections as one tensor that theirs are views of."""
-    if qkv_bias(attention) is None:
-        return None
+    cat = qkv_bias(attention)
+    if cat is None or isinstance(attention.q_proj, PackedLinear):
+        return cat
     joined = joined_tensor(*(linear.bias for linear in (attention.q_proj, attention.k_proj, attention.v_proj)))
     if joined is None:
         raise NotFusableError("biases of one input are not joined")
     return joined
 
 
-def _joined(*linears: Any) -> Tensor:
+def _joined(*linears: Any) -> Tensor | PackedMatrix:
+    if isinstance(linears[0], PackedLinear):
+        return _joined_codes(linears)
     weight = joined_tensor(*(linear.weight for linear in linears))
     if weight is None:
         raise NotFusableError("projections of one input are not joined")
     return weight
+
+
+def _multiplied(x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor | None = None) -> Tensor:
+    """Return x @ weight.T + bias; of a packed weight by products of e4m3."""
+    return F.linear(x, weight, bias) if isinstance(weight, Tensor) else scaled_product(x, weight, bias)
+
+
+def _check_packed(layer: nn.Module) -> None:
+    """Check that all packed weights of a layer are multiplied in e4m3: others are computed by kernels of their own."""
+    for part in layer.modules():
+        packed = part.packed if isinstance(part, PackedLinear) else None
+        is_read = packed is None or multiplies_e4m3(packed, torch.bfloat16, packed.codes.device)
+        if isinstance(part, PackedExperts) or not is_read:
+            raise NotFusableError("weights are packed in a form whose products are not e4m3")
+        if packed is not None:
+            require_e4m3_products(packed.codes.device)
+
+
+def _joined_codes(linears: Sequence[PackedLinear]) -> PackedMatrix:
+    """Return one matrix of the rows of all linears, of which theirs become views: memory holds the codes once."""
+    try:
+        whole = join_rows([linear.packed for linear in linears])
+    except ValueError as reason:
+        raise NotFusableError(f"projections of one input: {reason}") from None
+    rows = whole.shape[0]
+    if whole.block_rows > 1:  # a scale for all rows of one projection
+        scales = whole.scales.repeat_interleave(whole.block_rows, 0)[:rows].contiguous()
+        whole = replace(whole, scales=scales, block_rows=1)
+    start = 0
+    for linear in linears:
+        end = start + linear.out_features
+        linear.packed = whole.part(0, start, end)
+        start = end
+    return whole

@@ -7,21 +7,24 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from crossdock.kernels import packed
 from crossdock.kernels.attention import reference_paged_attention, reference_store_kv
 from crossdock.kernels.backend import Attention, choose_attention
 from crossdock.kernels.packages import triton_is_interpreted
+from crossdock.kernels.packed import PackedMatrix
 from crossdock.workers.model import load
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.position import RankPosition
-from crossdock.workers.model.layers import replaced_parts
+from crossdock.workers.model.layers import replaced_parts, triton_layers
 from crossdock.workers.model.layers.llama_layers import NotFusableError
 from crossdock.workers.model.layers.triton_layers import TritonLayers, use_triton_layers
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.model.weights.packed_layers import put_linear
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import assert_near, in_random_steps, monolithic, random_prompts, through_pages
@@ -196,3 +199,61 @@ def test_layers_between_which_embeddings_of_pictures_are_added_stay_apart() -> N
     model = paged_multimodal("qwen3_vl")
     with pytest.raises(NotFusableError, match="added between layers"):
         use_triton_layers(model, [None] * 3)
+
+
+def with_codes(name: str, columns: int | None = None) -> Any:
+    """Return a random model whose linears of layers are codes of e4m3, with a scale for each row, or of `columns`."""
+    module = with_biases(name, FUSED[name])
+    for linear in module.model.layers.modules():
+        if isinstance(linear, nn.Linear):
+            weight, group = linear.weight.detach(), columns or linear.in_features
+            parts = weight.view(len(weight), -1, group)
+            scales = parts.abs().amax(2) / 448
+            codes = (parts / scales[..., None]).to(torch.float8_e4m3fn).view(weight.shape)
+            put_linear(linear, PackedMatrix("e4m3", codes, scales, None, group))
+    return module
+
+
+@pytest.fixture
+def multiplied(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have this CPU multiply e4m3, as GPUs do."""
+
+    def is_multiplied(matrix: PackedMatrix, _dtype: torch.dtype, _device: torch.device) -> bool:
+        return matrix.scales.shape == (matrix.shape[0], 1)
+
+    for module in (packed, triton_layers):
+        monkeypatch.setattr(module, "multiplies_e4m3", is_multiplied)
+    monkeypatch.setattr(triton_layers, "require_e4m3_products", lambda _: None)
+
+
+@pytest.mark.usefixtures("multiplied")
+@pytest.mark.parametrize("name", ["llama", "qwen2 biases", "qwen3"])
+def test_packed_projections_of_one_input_are_one_product_over_the_same_codes(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = with_codes(name)
+    expected = [monolithic(module, prompt) for prompt in PROMPTS]
+    layers = module.model.layers
+    model = wrap_module(module, LoadOptions(attention=attention()))
+    assert is_fused(model)
+    attn = layers[0].self_attn
+    q, k = attn.q_proj.packed, attn.k_proj.packed
+    assert k.codes.data_ptr() == q.codes.data_ptr() + q.codes.nbytes, "memory holds the codes once"
+    products: list[tuple[int, ...]] = []
+    counted = torch._scaled_mm
+
+    def count(x: Tensor, weight: Tensor, *given: Any, **options: Any) -> Tensor:
+        products.append(tuple(weight.shape))
+        return counted(x, weight, *given, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", count)
+    got = through_pages(model, PROMPTS, [[(number, 0, len(prompt)) for number, prompt in enumerate(PROMPTS)]])
+    assert len(products) == 4 * len(layers), "of seven linears in a layer"
+    for ours, theirs in zip(got, expected, strict=True):
+        assert (ours - theirs).norm() <= 0.05 * theirs.norm(), "inputs near the middle of two codes may round otherwise"
+
+
+@pytest.mark.usefixtures("multiplied")
+def test_layers_with_codes_of_another_form_stay_in_transformers_code() -> None:
+    model = wrap_module(with_codes("llama", columns=16), LoadOptions(attention=attention()))
+    assert not is_fused(model)
