@@ -76,10 +76,15 @@ def flop(path: Path, chunks: list[int]) -> Flop:
     return Flop(linear, attention, attention * (total * (total + 1) // 2) // dense_pairs, layer_bytes)
 
 
-def seconds(engine: Engine, prompt: list[int], repeats: int) -> tuple[float, float, StepWork]:
-    """Return medians of the prompt's seconds in all and of the longest step's; and the work, to check its sum."""
+def seconds(engine: Engine, prompt: list[int], repeats: int, most_s: float) -> tuple[float, float, StepWork]:
+    """Return medians of the prompt's seconds in all and of the longest step's; and the work, to check its sum.
+
+    After `most_s` seconds no further repeat begins.
+    """
     totals, longest, works = [], [], []
     for number in range(repeats):
+        if sum(totals) > most_s:
+            break
         engine.add(Submission(f"{number}", prompt, SamplingParams(max_tokens=1, temperature=0.0)))
         steps = []
         while engine.has_work:
@@ -127,7 +132,7 @@ def measure(arguments: argparse.Namespace, path: Path) -> tuple[dict[int, tuple[
             warm_up(engine)
         else:
             engine = new_engine(engine.model, settings)
-        total, longest, work = seconds(engine, prompt, arguments.repeats)
+        total, longest, work = seconds(engine, prompt, arguments.repeats, arguments.seconds / len(sizes_of(tokens)))
         assert (work.prefill_tokens, work.attended) == (tokens, tokens**2 / 2)
         chunks = [min(size, tokens - start) for start in range(0, tokens, size)]
         rows[size] = (flop(path, chunks), chunks, total, longest)
@@ -140,6 +145,9 @@ def main() -> None:
     parser.add_argument("--model", help="directory or hub name; default: the embedded model")
     parser.add_argument("--tokens", type=int, default=2048, help="of the prompt")
     parser.add_argument("--repeats", type=int, default=2)
+    parser.add_argument(
+        "--seconds", type=float, default=180, help="of all prompts; no further repeat begins after them"
+    )
     parser.add_argument("--gpus", nargs="*", default=["a100-8b", "h100-8b", "b200-8b", "h100-70b"])
     add_output_options(parser, "chunk-cost")
     arguments = parser.parse_args()

@@ -20,6 +20,7 @@ import os
 import sys
 import time
 from collections.abc import Sequence
+from math import inf
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -41,12 +42,17 @@ def seconds(engine: Engine, chunk: int, decodes: int, context: int) -> tuple[flo
     return step[1][0], time.process_time() - cpu
 
 
-def measure(engine: Engine, chunk: int, decodes: Sequence[int], context: int, rounds: int) -> dict[str, Row]:
-    """Return the rows of a chunk size."""
+def measure(
+    engine: Engine, chunk: int, decodes: Sequence[int], context: int, rounds: int, most_s: float = inf
+) -> dict[str, Row]:
+    """Return the rows of a chunk size. After `most_s` seconds no further round begins, but for one that is counted."""
+    until = time.monotonic() + most_s
     kinds = [(chunk, 0), *((size, count) for count in decodes for size in (chunk, 0))]
     times: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
     cpu: dict[tuple[int, int], list[float]] = {kind: [] for kind in kinds}
     for number in range(rounds + 1):
+        if number > 1 and time.monotonic() > until:
+            break
         for kind in kinds:
             once, cpu_seconds = seconds(engine, *kind, context)
             if number:  # the first round is not counted
@@ -74,6 +80,7 @@ def main() -> None:
     parser.add_argument("--decodes", default="1,4,8,16", help="streams in the same step")
     parser.add_argument("--context", type=int, default=512, help="tokens before the chunk and in each stream")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=240, help="no further round begins after them")
     parser.add_argument("--memory", default="1GiB", help="for KV pages")
     add_output_options(parser, "ride-along")
     arguments = parser.parse_args()
@@ -83,11 +90,13 @@ def main() -> None:
     warm_up(engine)
     decodes = [int(count) for count in arguments.decodes.split(",")]
     rows: dict[str, Row] = {}
-    for chunk in arguments.chunks.split(","):
-        rows |= measure(engine, int(chunk), decodes, arguments.context, arguments.rounds)
+    chunks = arguments.chunks.split(",")
+    for chunk in chunks:
+        most_s = arguments.seconds / len(chunks)
+        rows |= measure(engine, int(chunk), decodes, arguments.context, arguments.rounds, most_s)
         print(f"chunk {chunk}: load {os.getloadavg()[0]:.2f}", flush=True)
     busy = f"load of the machine {os.getloadavg()[0]:.1f}"
-    load = f"context {arguments.context}, fastest of {arguments.rounds} rounds, {busy}"
+    load = f"context {arguments.context}, fastest of up to {arguments.rounds} rounds, {busy}"
     write(arguments, f"{arguments.model or 'default model'}; {load}.\n\n{table(rows, 'chunk, decodes')}", rows)
 
 

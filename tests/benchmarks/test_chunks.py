@@ -42,7 +42,7 @@ def test_decodes_that_ride_along_cost_less_and_stages_wait_less(piggyback: Any) 
 def test_cost_of_chunks_is_counted_and_measured_for_each_size(cost: Any, tmp_path: Path) -> None:
     """Chunks compute the same products; attention before masks is more in one step."""
     build("llama", {"max_position_embeddings": 256, "vocab_size": 40_064}).save_pretrained(tmp_path)
-    args = argparse.Namespace(model=str(tmp_path), tokens=96, repeats=1)
+    args = argparse.Namespace(model=str(tmp_path), tokens=96, repeats=1, seconds=60.0)
     rows, _ = cost.measure(args, tmp_path)
     assert list(rows) == [64, 96]
     (chunked, parts, _, _), (whole, one, _, _) = rows.values()
