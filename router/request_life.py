@@ -90,7 +90,7 @@ class RequestLife:
         most_placements: int = MOST_PLACEMENTS,
     ) -> None:
         self.submission = submission
-        self.output: list[int] = []  # the tokens that the client was given; the simulator adds many at once
+        self.output: list[int] = []  # the tokens that the client was given
         self.attempt = -1  # the number of the last attempt
         self.placement: Placement | None = None  # of the last attempt
         self.query: Query | None = None  # of the last attempt; None: what is left of the request has changed since
@@ -221,6 +221,11 @@ class RequestLife:
         return self._end(None)
 
     # -- tokens ------------------------------------------------------------------------------------------------------
+
+    def streamed(self, token_ids: Sequence[int], now: float) -> None:
+        """Take in tokens of steps that were alike, the last of which ended at `now`: the client gets all of them."""
+        self.output += token_ids
+        self.deadline = now + self._patience
 
     def takes(self, replica: str, delta: TokenDelta, now: float) -> bool:
         """Take in a delta that the client gets unchanged, as nearly every delta; False: it is left for `tokens`."""

@@ -101,18 +101,19 @@ def _default_class(profile: SchedulingProfile) -> dict[str, str]:
 
 
 class Failure(BaseModel):
-    """A replica dies, or another one comes up."""
+    """A replica dies or hangs, or another one comes up."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     at: float = Field(ge=0, description="Seconds after the first arrival.")
     kill: str | None = Field(None, description="The replica, e.g. mixed/0.")
+    hang: str | None = Field(None, description="The replica that computes and answers nothing from now on.")
     add: str | None = Field(None, description="The pool.")
 
     @model_validator(mode="after")
     def _is_one_thing(self) -> Self:
-        if (self.kill is None) == (self.add is None):
-            raise ValueError("give kill (a replica, e.g. mixed/0) or add (a pool), one of them")
+        if sum(each is not None for each in (self.kill, self.hang, self.add)) != 1:
+            raise ValueError("give kill or hang (a replica, e.g. mixed/0) or add (a pool), one of them")
         return self
 
 
@@ -212,7 +213,7 @@ class SimulatedFleet(BaseModel):
                 "measure all with the same --disable-hybrid-kv-cache-manager"
             )
         for failure in self.failures:
-            pool = (failure.add or failure.kill or "").partition("/")[0]
+            pool = (failure.add or failure.kill or failure.hang or "").partition("/")[0]
             if pool not in names:
                 raise ValueError(f"failures: there is no pool {pool!r}; there are {', '.join(names)}")
         return self

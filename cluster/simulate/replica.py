@@ -9,6 +9,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from math import inf
 from typing import Protocol, TypeAlias
 
 from crossdock.cluster.simulate.clock import Clock
@@ -72,6 +73,7 @@ class SimulatedReplica:
     adapters: SimulatedAdapters = field(default_factory=lambda: SimulatedAdapters.model_validate({}))
     since: float = 0.0  # when it came up
     until: float | None = None  # when it died
+    hung_at: float = inf  # from then on it computes and answers nothing
     takes_requests: bool = True  # False: the scaler has given it up
     busy_s: float = 0.0
     num_steps: int = 0
@@ -99,6 +101,10 @@ class SimulatedReplica:
         self.handover = Handover(self.engine, dock, config, self._transferred)
 
     @property
+    def is_hung(self) -> bool:
+        return self.hung_at < inf
+
+    @property
     def scheduler(self) -> Scheduler:
         return self.engine.scheduler
 
@@ -116,7 +122,7 @@ class SimulatedReplica:
 
     def post(self, action: Action, now: float, ends: str | None = None) -> None:
         """Run `action` between two steps. `ends`: the request that `action` ends: no step in flight may compute it."""
-        if self.until is not None:
+        if self.until is not None or self.is_hung:
             return
         self._inbox.append((action, ends))
         if self._flights:
@@ -138,9 +144,18 @@ class SimulatedReplica:
 
         self.post(act, self.clock.now)
 
+    def hang(self, now: float) -> None:
+        """Compute and answer nothing from now on, not even the running step; the dock is silent too."""
+        if self._flights:
+            flight = self._flights[0]
+            self._pass(flight, bisect_right(flight.ends, now, hi=len(flight.ends) - 1))
+            self.busy_s += now - self._since
+        self.hung_at = now
+        self.network.hung.add(self.name)
+
     def die(self, now: float) -> None:
         """End the replica: no event follows, not even the end of the running step."""
-        if self._flights:
+        if self._flights and not self.is_hung:
             flight = self._flights[0]
             self._pass(flight, bisect_right(flight.ends, now, hi=len(flight.ends) - 1))
             self.busy_s += now - self._since
@@ -247,8 +262,8 @@ class SimulatedReplica:
         self.noise.num_steps += done
 
     def _end(self, version: int, now: float) -> None:
-        if version != self._version or self.until is not None:
-            return  # the plan has changed, or the replica has died
+        if version != self._version or self.until is not None or self.is_hung:
+            return  # the plan has changed, or the replica has died or hangs
         self._pass(self._flights[0], len(self._flights[0].ends) - 1)
         self._flights.popleft()
         self._is_between = True

@@ -1,7 +1,7 @@
 """Simulated requests: their prompts of tokens and pictures, and their transfers on the way."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from hashlib import blake2b
 
@@ -23,6 +23,8 @@ class SimulatedRequest:
     life: RequestLife
     sample: Sample
     follow_ups: Sequence[FollowUp]
+    untaken: set[tuple[str, int]] = field(default_factory=set)  # replicas and attempts whose submission is on its way
+    is_watched: bool = False  # an event comes when its life may have to act without news
 
 
 def token_ids(job: Job) -> list[int]:

@@ -1,8 +1,8 @@
 """A cluster in simulated time: requests arrive, routers place them, replicas work, some fail.
 
-Drives the same `RequestLife` as the dispatcher, without a network and on a clock that only events move. Deadlines of
-requests are not simulated: a replica here answers, or is known to have died. No request is to blame for that, so none
-becomes suspect.
+Drives the same `RequestLife` as the dispatcher, deadlines and questions too, without a network and on a clock that only
+events move. A replica answers, hangs, or is known to have died. No request is to blame for a death, so none becomes
+suspect.
 """
 
 import gc
@@ -21,9 +21,10 @@ from crossdock.cluster.simulate.replica import SimulatedReplica
 from crossdock.cluster.simulate.requests import SimulatedRequest, submission_of
 from crossdock.cluster.simulate.scaler import Decision, SimulatedScaler
 from crossdock.cluster.simulate.virtual_dock import VirtualNetwork
-from crossdock.router.actions import Action, Detach, Fail, PlaceAgain, ReplicaLost, Submit
+from crossdock.router.actions import DEFAULT_TIMEOUTS, Action, Ask, Detach, Fail, PlaceAgain, ReplicaLost, Submit
 from crossdock.router.fleet import Fleet
 from crossdock.router.request_life import RequestLife
+from crossdock.workers.replica.engine.engine import progress_of
 from crossdock.workers.report.live_profile import HEARTBEAT_S, LiveProfile
 from crossdock.workers.schedule.request.batch import Batch
 from crossdock.workers.schedule.request.request import Request, TokenDelta
@@ -65,6 +66,7 @@ class Simulation:
         self.routers = {model: [Fleet(fleet.router) for _ in range(fleet.routers)] for model in models}
         self.held: dict[str, list[SimulatedRequest]] = {}  # by model without replicas: the requests that wait for one
         self.replicas: dict[str, SimulatedReplica] = {}  # living replicas, by name
+        self._silent: dict[str, SimulatedReplica] = {}  # replicas that hang and are given up, by name
         self.requests: dict[str, SimulatedRequest] = {}  # by id, those that have not ended
         self._scaler = SimulatedScaler(fleet, self) if fleet.is_elastic else None
         decisions = self._scaler.decisions if self._scaler is not None else []
@@ -162,6 +164,8 @@ class Simulation:
                     self._submit(request, action, now)
                 case Detach():
                     self._detach(request, action, now)
+                case Ask():
+                    self.clock.at(now + self.fleet.latency_s, partial(self._ask, request, action))
                 case PlaceAgain():
                     self._do(request, request.life.place(now), now)
                 case Fail(error):
@@ -184,9 +188,31 @@ class Simulation:
         if delta.finish_reason is not None:
             self._over(request, now)
 
+    def _watch(self, request: SimulatedRequest, now: float) -> None:
+        """Let the life of a request act where nothing was heard of it in time, and look again.
+
+        Every deadline is set `answer_s` ahead, or more: looks as often as that miss none."""
+        if not request.life.is_over:
+            self._do(request, request.life.tick(now), now)
+            at = min(request.life.deadline, now + DEFAULT_TIMEOUTS.answer_s)
+            self.clock.at(at if at > now else now + DEFAULT_TIMEOUTS.answer_s, partial(self._watch, request))
+
+    def _ask(self, request: SimulatedRequest, asked: Ask, now: float) -> None:
+        """Ask a replica how far it is with a request. One that hangs does not answer."""
+        replica = self.replicas.get(asked.replica)
+        if replica is not None and not replica.is_hung and not request.life.is_over:
+            num_computed = replica.num_prefilled + replica.num_decoded
+            numbers = progress_of(replica.engine, request.life.submission.id, asked.attempt, num_computed)
+            if numbers is None and (asked.replica, asked.attempt) in request.untaken:
+                numbers = ["submitted", num_computed]
+            self._do(request, request.life.progress(asked.replica, asked.attempt, numbers, now), now)
+
     def _submit(self, request: SimulatedRequest, action: Submit, now: float) -> None:
         """Send one leg of an attempt to its replica."""
         replica, submission = self.replicas[action.replica], action.submission
+        if not request.is_watched:
+            request.is_watched = True
+            self._watch(request, now)
         if action.peer is not None:
             submission = replace(submission, peer=self.replicas[action.peer].handover.dock.blob)
         if action.source is not None:
@@ -194,12 +220,14 @@ class Simulation:
         if submission.leg is Leg.RECEIVE:
             # The answer of the decode replica is not waited for: it takes all that the prefill replica takes.
             self._do(request, request.life.taken(replica.name, submission.epoch, _NOT_YET, now), now)
+        request.untaken.add((replica.name, submission.epoch))
         post = partial(replica.post, partial(self._take, request, replica, submission))
         self.clock.at(now + self.fleet.latency_s, post)
 
     def _take(self, request: SimulatedRequest, replica: SimulatedReplica, submission: Submission, now: float) -> None:
         """Between two steps of the replica: it takes its leg of an attempt, or refuses."""
         life, attempt = request.life, submission.epoch
+        request.untaken.discard((replica.name, attempt))
         if life.is_over or life.attempt != attempt or life.query is None:
             return  # given up: the replica of the other leg has refused, or has died
         try:
@@ -236,7 +264,7 @@ class Simulation:
         tokens = [TOKEN] * len(times)
         for each in requests:
             request = self.requests[each.id]
-            request.life.output += tokens
+            request.life.streamed(tokens, times[-1])
             request.sample.times.extend(times)
 
     def stepped(self, replica: SimulatedReplica, batch: Batch, deltas: Sequence[TokenDelta], now: float) -> None:
@@ -269,11 +297,14 @@ class Simulation:
 
     def _beat(self, now: float) -> None:
         """Repeat the last report of every replica that has been silent."""
-        for name in self.replicas:
+        for name, replica in self.replicas.items():
             live, at = self._reports[name]
-            if now - at >= HEARTBEAT_S:
-                for router in self.routers[self.replicas[name].pool.model]:
+            if now - at >= HEARTBEAT_S and not replica.is_hung:
+                for router in self.routers[replica.pool.model]:
                     router.hear(name, live, now)
+        for name, replica in [*self.replicas.items()]:
+            if (silent_s := now - replica.hung_at) > DEFAULT_TIMEOUTS.silence_s:
+                self._lose(name, ReplicaLost(f"replica {name} has been silent for {silent_s:.3g} s"), now)
         if self.clock.is_due:  # else no event will ever follow
             self.clock.at(now + HEARTBEAT_S, self._beat)
 
@@ -329,16 +360,25 @@ class Simulation:
                 self.start(pool, now)
         if failure.kill is not None:
             self._kill(failure.kill, now)
+        if failure.hang is not None and failure.hang in self.replicas:
+            self.replicas[failure.hang].hang(now)
 
     def _kill(self, name: str, now: float) -> None:
-        replica = self.replicas.pop(name, None)
+        replica = self.replicas.get(name) or self._silent.pop(name, None)
         if replica is None:
             return
         replica.die(now)
+        if name in self.replicas:
+            self._lose(name, ReplicaLost(f"replica {name} has died"), now)
+
+    def _lose(self, name: str, loss: ReplicaLost, now: float) -> None:
+        """Let routers, the scaler and the requests of a replica know that it is lost."""
+        replica = self.replicas.pop(name)
+        if replica.is_hung:
+            self._silent[name] = replica
         if self._scaler is not None:
             self._scaler.scaling.leave(name)
         for router in self.routers[replica.pool.model]:
             router.leave(name)
-        loss = ReplicaLost(f"replica {name} has died")
         for request in list(self.requests.values()):
             self._do(request, request.life.lost(name, request.life.attempt, loss, now), now)

@@ -31,7 +31,12 @@ class VirtualNetwork:
     clock: Clock
     latency_s: float  # of a message between replicas
     docks: dict[str, "VirtualDock"] = field(default_factory=dict)  # of the replicas that live, by name
+    hung: set[str] = field(default_factory=set)  # names of docks that take nothing in and send nothing
     _free: dict[tuple[str, bool], float] = field(default_factory=dict)  # by replica and whether out: when it is free
+
+    def works(self, name: str) -> bool:
+        """Return whether a dock is up and does not hang."""
+        return name in self.docks and name not in self.hung
 
     def send(self, source: str, target: str, num_bytes: float, bytes_per_second: float) -> float:
         """Return when pages that are sent now will have arrived.
@@ -47,10 +52,10 @@ class VirtualNetwork:
         return end
 
     def deliver(self, target: str, event: TransportEvent, at: float) -> None:
-        """Have the dock of a replica take in an event at a time, if the replica lives then."""
+        """Have the dock of a replica take in an event at a time, if it works then."""
 
         def arrive(_: float) -> None:
-            if target in self.docks:
+            if self.works(target):
                 self.docks[target].take_in(event)
 
         self.clock.at(at, arrive)
@@ -113,9 +118,9 @@ class VirtualTransport:
         pass
 
     def _arrive(self, peer: str, number: int, message: bytes, now: float) -> None:
-        """End a write, unless the replica that sent it has died meanwhile."""
+        """End a write, unless the replica that sent it has died or hangs meanwhile."""
         docks = self.network.docks
-        if self.name not in docks:
+        if not self.network.works(self.name):
             return
         if peer in docks:
             self.send(peer, message)
@@ -173,7 +178,7 @@ class VirtualDock:
 
     def lose(self, blob: bytes, now: float) -> None:
         """Note that the replica behind a blob has died."""
-        if self.is_alive:
+        if self.network.works(self.name):
             for rank in rank_blobs(blob):
                 self.call(PeerDeadCall(rank))
 
@@ -188,7 +193,7 @@ class VirtualDock:
             self.network.clock.at(at, self._tick)
 
     def _tick(self, now: float) -> None:
-        if now >= self._ticks_at and self.is_alive:
+        if now >= self._ticks_at and self.network.works(self.name):
             self._ticks_at = inf
             self._core.tick()
             self._go_on()

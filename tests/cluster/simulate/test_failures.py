@@ -2,6 +2,8 @@
 
 from typing import Any
 
+import pytest
+
 from tests.cluster.simulate.small_fleets import fleet, job, play, play_out, profile, times
 
 
@@ -18,6 +20,40 @@ def test_request_of_a_dead_replica_goes_on_elsewhere_after_its_tokens() -> None:
     assert times(outcome) == [[first, first + decode, first + 2 * decode, again, again + decode]]
     assert outcome.replicas[1].until == dies
     assert outcome.replicas[1].busy_s == dies
+
+
+def test_request_of_a_replica_that_hangs_goes_on_elsewhere_once_it_is_lost() -> None:
+    """mixed/1 hangs after a's third token. It is lost at the heartbeat after ten silent seconds."""
+    decode = 1 / 64 + 1 / 1024
+    third = 1 / 64 + 64 / 1024 + 2 * decode
+    failures = [{"at": third + 0.5 * decode, "hang": "mixed/1"}, {"at": 30.0, "kill": "mixed/1"}]
+    pair = fleet({"replicas": 2}, failures=failures, router={"policy": "round-robin"})
+    outcome = play_out(pair, [job("a", 64, 5)])
+    again = 11.0 + 1 / 64 + 67 / 1024
+    assert times(outcome)[0][2:] == [third, again, again + decode]
+
+
+def test_replica_that_hangs_gets_no_request_after_ten_silent_seconds() -> None:
+    """One of a and b comes to it before anyone knows, and waits for an answer in vain. Later requests do not."""
+    failures = [{"at": 0.5, "hang": "mixed/1"}]
+    pair = fleet({"replicas": 2}, failures=failures, router={"policy": "round-robin"})
+    jobs = [job("a", 64, 2, due=0.6), job("b", 64, 2, due=0.7), job("c", 64, 2, due=20.0), job("d", 64, 2, due=21.0)]
+    outcome = play(pair, jobs)
+    late = sorted(sample.ttft for sample in outcome.samples)
+    assert late[:3] == [1 / 64 + 64 / 1024] * 3
+    assert any(late[3] == pytest.approx(11 - due + late[0]) for due in (0.6, 0.7)), (
+        "lost at the heartbeat after ten silent seconds"
+    )
+
+
+def test_decode_replica_computes_what_a_prefill_replica_that_hangs_has_not_sent() -> None:
+    """After the second of three chunks, whose pages were still on their way. Its own pages come back when it dies."""
+    failures = [{"at": 2 * 17 / 64 + 1 / 1024, "hang": "prefill/0"}, {"at": 40.0, "kill": "prefill/0"}]
+    pools = fleet({"name": "prefill"}, {"name": "decode"}, failures=failures, router={"shipping": "always"})
+    outcome = play_out(pools, [job("a", 768, 4)])
+    assert outcome.replicas[1].num_prefilled == 512
+    assert outcome.samples[0].ok
+    assert 10 < outcome.samples[0].ttft < 21, "the transfer's deadline, after the question about the request"
 
 
 def test_simulated_stream_goes_on_with_its_own_weights_alone() -> None:

@@ -21,7 +21,7 @@ from crossdock.workers.schedule.request.batch import Batch
 from crossdock.workers.schedule.request.failures import NOT_FINITE
 from crossdock.workers.schedule.request.items import items_in
 from crossdock.workers.schedule.request.page_hashes import PageHash
-from crossdock.workers.schedule.request.request import FinishReason, Request, TokenDelta
+from crossdock.workers.schedule.request.request import FinishReason, Request, Status, TokenDelta
 from crossdock.workers.schedule.request.submission import InvalidField, Submission
 from crossdock.workers.schedule.scheduler import Scheduler
 
@@ -408,3 +408,19 @@ class Engine:
 def _extremes(token_ids: Sequence[int]) -> tuple[int, ...]:
     """Return the lowest and the highest token id. Fast: a thousand choices of one long prompt call this."""
     return (min(token_ids), max(token_ids)) if token_ids else ()
+
+
+def progress_of(engine: Engine, request_id: str, epoch: int, num_computed: int) -> list[int | str] | None:
+    """Return how far an attempt is: numbers, one of which differs whenever the attempt has moved. None: not here.
+
+    A waiting attempt moves whenever the engine computes anything, and every one while it is paused. May be called
+    while a step is computed. `num_computed`: tokens that the engine has computed.
+    """
+    request = engine.scheduler.table.get(request_id)
+    if request is None or request.epoch != epoch:
+        return None
+    own = [request.status.value, request.num_computed_tokens, request.num_tokens, request.num_preemptions]
+    if engine.scheduler.is_paused:  # not stuck
+        own.append(int(1000 * engine.clock()))
+    waits = request.status is not Status.HELD and not request.is_decoding
+    return [*own, num_computed] if waits else own

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import Any
 
 from crossdock.kvtransfer.events import Figures
-from crossdock.workers.replica.engine.engine import Engine, Step
+from crossdock.workers.replica.engine.engine import Engine, Step, progress_of
 from crossdock.workers.replica.serving.metrics import EngineMetrics
 from crossdock.workers.replica.serving.readers import AttemptKey, Readers
 from crossdock.workers.report.live_profile import LiveProfile, PageChanges
@@ -98,14 +98,10 @@ class ObservedEngine:
         return [self._progress(*each) for each in attempts]
 
     def _progress(self, request_id: str, epoch: int) -> list[int | str] | None:
-        request = self.engine.scheduler.table.get(request_id)
-        if request is None or request.epoch != epoch:
-            return ["submitted", self.num_computed] if self.readers.has(request_id, epoch) else None
-        own = [request.status.value, request.num_computed_tokens, request.num_tokens, request.num_preemptions]
-        if self.engine.scheduler.is_paused:  # not stuck
-            own.append(int(1000 * self.engine.clock()))
-        waits = request.status is not Status.HELD and not request.is_decoding
-        return [*own, self.num_computed] if waits else own
+        found = progress_of(self.engine, request_id, epoch, self.num_computed)
+        if found is None and self.readers.has(request_id, epoch):
+            return ["submitted", self.num_computed]
+        return found
 
     async def live_requests(self, owner: str | None) -> list[dict[str, Any]]:
         """Return the requests that have not ended here; see `Timelines.live`."""
