@@ -258,6 +258,7 @@ TIERS = [
         "TierLoading._is_wanted",
         "or request.num_in_flight_tokens > 0",
         "",
+        3000,
     ),
     Fault(
         "page is offered when it is another's",
