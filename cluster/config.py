@@ -15,6 +15,7 @@ from crossdock.cluster.api.body.generation_defaults import GenerationConfig
 from crossdock.cluster.api.body.pooler_config import PoolerConfig
 from crossdock.cluster.api.http.http_config import HttpConfig, ModelHttpConfig
 from crossdock.cluster.api.http.keys import check_keys
+from crossdock.kernels.options import ROUNDED_AT_LOAD, Quantization
 from crossdock.router.fleet import RouterConfig
 from crossdock.router.scaling import ScalingConfig
 from crossdock.workers.model.weights.checkpoint import model_name, resolve_model
@@ -370,7 +371,9 @@ class ClusterConfig(BaseModel):
             tensor_parallel_size=pool.tensor_parallel_size,
             pipeline_parallel_size=pool.pipeline_parallel_size,
             rank_timeout_s=pool.rank_timeout_s,
-            emulated=None if pool.emulated is None else emulated_device(pool.emulated, model.path),
+            emulated=None
+            if pool.emulated is None
+            else emulated_device(pool.emulated, model.path, (pool.engine or self.engine).quantization),
             lora_modules=model.lora_modules,
             device=pool.device,
         )
@@ -436,7 +439,10 @@ class ClusterConfig(BaseModel):
     def _check_pairs_have_equal_weights(self) -> Self:
         """Refuse prefill and decode pools that would exchange nothing, as their weights are unlike."""
         weights = {
-            pool.name: (pool.checkpoint or self.model.path, (pool.engine or self.engine).quantization == "int8")
+            pool.name: (
+                pool.checkpoint or self.model.path,
+                {*ROUNDED_AT_LOAD} & {(pool.engine or self.engine).quantization},
+            )
             for pool in self.pools
         }
         partner = {"prefill": "decode", "decode": "prefill"}
@@ -470,7 +476,9 @@ class ClusterConfig(BaseModel):
             )
         for pool in self.pools:
             for name, default in _COMPUTING.items():
-                if getattr(pool.engine or self.engine, name) != default:
+                found = getattr(pool.engine or self.engine, name)
+                is_priced = name == "quantization" and found == "fp8" and is_gpu(pool.emulated or "")
+                if found != default and not is_priced:
                     raise ValueError(f"engine.{name}: an emulated device has no use for it; leave it out")
         return self
 
@@ -524,8 +532,11 @@ _COMPUTING = {  # settings of engines that change how a model computes or where 
 
 
 @lru_cache
-def emulated_device(emulated: str, model: str | None = None) -> EmulatedDevice:
-    """Return the device of `PROFILE` or `PROFILE*N`, or of `GPU` for `model`, the name of the served model.
+def emulated_device(
+    emulated: str, model: str | None = None, quantization: Quantization | None = None
+) -> EmulatedDevice:
+    """Return the device of `PROFILE` or `PROFILE*N`, or of `GPU` for `model`, the name of the served model, whose
+    weights are what `quantization` says.
 
     Raises:
         ValueError: there is no such profile, or it cannot be read.
@@ -533,7 +544,7 @@ def emulated_device(emulated: str, model: str | None = None) -> EmulatedDevice:
     try:
         if not is_gpu(emulated):
             return EmulatedDevice(emulated, stored_profile(emulated))
-        profile = estimate(emulated.partition("*")[0], resolve_model(model, needs_weights=False))
+        profile = estimate(emulated.partition("*")[0], resolve_model(model, needs_weights=False), quantization)
         scale = time_scale(emulated)
         return EmulatedDevice(emulated, profile if scale == 1 else profile.slowed(scale))
     except ValueError as error:

@@ -22,5 +22,7 @@ Quantization: TypeAlias = Literal[
 ]
 CHECKPOINT_METHODS: tuple[Quantization, ...] = get_args(Quantization)[1:]
 """How a checkpoint may be quantised, as its `quant_method` names it."""
+ROUNDED_AT_LOAD: tuple[Quantization, ...] = ("int8", "fp8")
+"""What plain weights may be rounded to as they are loaded."""
 CodeKind: TypeAlias = Literal["int4", "int8", "e4m3", "e2m1", "nf4"]
 """The kinds of codes of packed weights."""

@@ -372,7 +372,7 @@ _WORDS_OF_OTHERS: Mapping[str, Mapping[str, str | None]] = {  # setting: words o
         **dict.fromkeys(("gptq_marlin", "gptq_bitblas", "marlin", "cpu_gptq"), "gptq"),
         **dict.fromkeys(("modelopt_fp8", "modelopt_fp4", "modelopt_mxfp8", "petit_nvfp4"), "modelopt"),
         **dict.fromkeys(("w8a8_int8", "w8a8_fp8"), "compressed-tensors"),
-        **dict.fromkeys(("deepseek_v4_fp8", "deepgemm_fp8"), "fp8"),
+        **dict.fromkeys(("deepseek_v4_fp8", "deepgemm_fp8", "fp8_per_channel", "ptpc_fp8"), "fp8"),
         "auto_awq": "awq",
         "auto_gptq": "gptq",
         "gpt_oss_mxfp4": "mxfp4",
@@ -386,7 +386,7 @@ _FITTING = (
 )
 _LEAST_SIZE = 1 << 20  # bytes; no cache of a model is smaller
 _NOT_READ = "such weights are not read: serve the checkpoint that they were made from, or one in AWQ, GPTQ or FP8"
-_AS_LOADED = "plain weights are rounded as they are loaded by int8 alone, on CPUs; on GPUs serve a checkpoint in FP8"
+_AS_LOADED = "plain weights are rounded as they are loaded by fp8, with a scale for each output, and on CPUs by int8"
 _REFUSED_WORDS: Mapping[str, Mapping[str, str]] = {
     "model.max_model_len": {"auto": _FITTING, "-1": _FITTING},
     "engine.quantization": {
@@ -396,8 +396,8 @@ _REFUSED_WORDS: Mapping[str, Mapping[str, str]] = {
         ),
         **dict.fromkeys(("fp_quant", "qoq", "w4afp8", "modelslim", "modelopt_mixed", "gptq_marlin_24"), _NOT_READ),
         **dict.fromkeys(("humming", "mxfp_w4a8", "mlx_q4", "mlx_q8"), _NOT_READ),
-        **dict.fromkeys(("fp8_per_tensor", "fp8_per_block", "experts_int8", "ptpc_fp8", "online", "rtn"), _AS_LOADED),
-        **dict.fromkeys(("fp8_per_channel", "int8_per_channel_weight_only", "nvfp4_per_token"), _AS_LOADED),
+        **dict.fromkeys(("fp8_per_tensor", "fp8_per_block", "experts_int8", "online", "rtn"), _AS_LOADED),
+        **dict.fromkeys(("int8_per_channel_weight_only", "nvfp4_per_token"), _AS_LOADED),
         **dict.fromkeys(("nvfp4_online", "quark_mxfp4"), _AS_LOADED),
     },
 }

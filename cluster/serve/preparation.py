@@ -38,7 +38,8 @@ def prepare(config: ClusterConfig, *, has_gpus: bool) -> list[str]:
     weights = "no weights: its devices are emulated" if config.is_emulated else describe_weights(path, scheme)
     lines = [f"Model: {path}: {weights}"]
     for pool in config.pools:
-        if pool.emulated is not None and emulated_device(pool.emulated, config.model.path).profile.is_estimate:
+        asked = (pool.engine or config.engine).quantization
+        if pool.emulated is not None and emulated_device(pool.emulated, config.model.path, asked).profile.is_estimate:
             lines.append(f"Pool {pool.name}: {pool.emulated}: {HOW_FAR_OFF}")
         folder = path
         if pool.checkpoint is not None:

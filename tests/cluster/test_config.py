@@ -1,5 +1,6 @@
 """The configuration tree: the meaning of files and overrides, and the errors about wrong ones."""
 
+import json
 import re
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from pydantic import ValidationError
 
 from crossdock.cluster.config import ClusterConfig, ModelConfig
 from crossdock.cluster.config_file import load, to_yaml
+from crossdock.workers.report.presets import estimate
 
 
 @pytest.fixture
@@ -304,9 +306,27 @@ def test_pools_of_unlike_weights_exchange_pages_where_the_router_mixes_them() ->
 def test_rounded_weights_have_another_name_than_those_of_their_checkpoint() -> None:
     config = load(None, {"pools": [{"name": "a"}, {"name": "b", "engine": INT8}]})
     assert [config.replica_spec(pool).weights_of("x") for pool in config.pools] == ["x", "x int8"]
+    rounded = load(None, {"engine.quantization": "fp8"})
+    assert rounded.replica_spec(rounded.pools[0]).weights_of("x") == "x fp8"
     mixed = load(None, {"router.unlike_weights": "mixed"})
     kept = [each.replica_spec(pool).name_of_kept_pages("x") for each in (config, mixed) for pool in each.pools]
     assert kept == ["x", "x int8", "x and others"], "no pages of other weights are read from files"
+
+
+def test_emulated_gpu_prices_weights_that_fp8_rounds(tmp_path: Path) -> None:
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "vocab_size": 128}
+    sizes |= {"intermediate_size": 96, "max_position_embeddings": 64}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    pool = {"name": "a", "emulated": "h200"}
+    settings = {"model.path": str(tmp_path), "engine.quantization": "fp8"}
+    config = load(None, settings | {"pools": [pool]})
+    device = config.replica_spec(config.pools[0]).emulated
+    assert device is not None
+    assert device.profile.cost == estimate("h200", tmp_path, "fp8").cost != estimate("h200", tmp_path).cost
+    for quantization, emulated in (("fp8", "h200-8b"), ("int8", "h200")):
+        wrong = settings | {"engine.quantization": quantization, "pools": [pool | {"emulated": emulated}]}
+        with pytest.raises(ValueError, match=r"engine\.quantization: an emulated device has no use for it"):
+            load(None, wrong)
 
 
 def test_model_name_is_served_name_or_path_without_revision() -> None:

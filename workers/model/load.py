@@ -73,9 +73,10 @@ def load_model(
     require_loader(spec.load_format)
     config = read_config(path)
     refuse_by_config(config)
-    check_asked(spec.quantization, scheme_of(config.to_dict()))
+    scheme = scheme_of(config.to_dict())
+    check_asked(spec.quantization, scheme)
     dtype = dtype_of(spec, config, device)
-    weights = format_of(spec.quantization)
+    weights = format_of(spec.quantization, scheme)
     if kv_bytes is not None:
         position = RankPosition()
         num_sharing = 1

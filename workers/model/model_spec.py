@@ -18,5 +18,5 @@ class ModelSpec:
     batch_invariant: bool = False  # a model whose bits depend on the batch is refused
     max_lora_rank: int = 0  # of adapters; 0: the model takes none
     max_loras: int = 0  # adapters in memory at once
-    quantization: Quantization | None = None  # int8: when they are loaded; others: as stored; None: any
+    quantization: Quantization | None = None  # int8 and, of plain ones, fp8: at load; others: as stored; None: any
     load_format: LoadFormat = "auto"  # who reads the files of weights; auto: our own reader

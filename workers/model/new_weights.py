@@ -27,7 +27,7 @@ from crossdock.workers.model.weight_group import WeightGroup, announced
 from crossdock.workers.model.weights.finite import check_finite, weights_of
 from crossdock.workers.model.weights.formats import PlainWeights
 from crossdock.workers.model.weights.heap import trim_heap
-from crossdock.workers.model.weights.scheme import PLAIN, scheme_at, scheme_of
+from crossdock.workers.model.weights.scheme import E4M3_AT_LOAD, PLAIN, quantisation, scheme_at, scheme_of
 from crossdock.workers.model.weights.tensor_check import is_classifier
 from crossdock.workers.schedule.request.weight_version import unlike
 
@@ -84,7 +84,10 @@ class NewWeights:
 
     def why_not(self) -> str:
         """Return why this model's weights cannot be replaced; empty: they can."""
-        if scheme_of(self._model.config.to_dict()) is not PLAIN:
+        fields = self._model.config.to_dict()
+        if quantisation(fields) == E4M3_AT_LOAD:
+            return "quantization fp8 rounded the weights of the start; serve without it, or on CPUs with int8"
+        if scheme_of(fields) is not PLAIN:
             return "the served checkpoint is quantised, and trainers have no weights of that form"
         if self._model.scales:
             return "kv_cache_dtype fp8: the scales of pages were measured with the weights of the start"

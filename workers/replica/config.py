@@ -7,7 +7,14 @@ from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, model_validator
 
-from crossdock.kernels.options import AttentionBackend, CpuKernels, KVCacheDtype, LoadFormat, Quantization
+from crossdock.kernels.options import (
+    ROUNDED_AT_LOAD,
+    AttentionBackend,
+    CpuKernels,
+    KVCacheDtype,
+    LoadFormat,
+    Quantization,
+)
 from crossdock.workers.model.memory.memory_budget import MemoryBudget
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.report.profile import Role, SchedulingProfile
@@ -108,8 +115,9 @@ class EngineConfig(SchedulerConfig):
     )
     quantization: Quantization | None = Field(
         None,
-        description="int8: quantise plain weights as they are loaded, on CPUs with AVX512-VNNI or AVX2 alone; null: "
-        "as they are. Other values ask for a checkpoint that is stored so; its own configuration says so too.",
+        description="fp8: round plain weights to e4m3 as they are loaded, a scale for each output; int8: the same with "
+        "integers, on CPUs with AVX512-VNNI or AVX2 alone; null: as they are. Other values, and fp8 of a checkpoint in "
+        "FP8, ask for one that is stored so; its own configuration says so too.",
     )
     load_format: LoadFormat = Field(
         "auto",
@@ -283,7 +291,8 @@ class ReplicaSpec:
 
     def weights_of(self, checkpoint: str) -> str:
         """Return a name for the weights that products read, by the name of the checkpoint."""
-        return f"{checkpoint} int8" if self.model.quantization == "int8" else checkpoint
+        quantization = self.model.quantization
+        return f"{checkpoint} {quantization}" if quantization in ROUNDED_AT_LOAD else checkpoint
 
     def name_of_kept_pages(self, checkpoint: str) -> str:
         """Return a name for the weights of pages in files: where weights are mixed, some are of other replicas."""

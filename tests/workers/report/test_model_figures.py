@@ -8,6 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from crossdock.workers.model.weights.scheme import E4M3_AT_LOAD
 from crossdock.workers.report.model_figures import BF16, StoredNumber, figures_of
 from crossdock.workers.report.presets import estimate, preset
 from crossdock.workers.schedule.cost.cost import StepWork
@@ -115,6 +116,20 @@ def test_weights_in_fp8_are_half_as_many_bytes_and_twice_as_fast_where_a_gpu_has
     assert faster < 0.6 * slower
     a100 = [estimate("a100", folder).cost.per_prefill_token for folder in (plain, fp8)]
     assert a100[0] == pytest.approx(a100[1])
+
+
+@pytest.mark.parametrize("fields", [LLAMA_8B, QWEN_30B_A3B])
+def test_plain_weights_that_fp8_rounds_cost_what_a_checkpoint_of_such_weights_costs(
+    fields: dict[str, Any], tmp_path: Path
+) -> None:
+    plain = _folder(tmp_path / "plain", fields)
+    packed = _folder(tmp_path / "packed", fields | {"quantization_config": E4M3_AT_LOAD})
+    rounded, stored = estimate("h200", plain, "fp8"), estimate("h200", packed)
+    assert rounded.cost == stored.cost != estimate("h200", plain).cost
+    assert rounded.num_pages == stored.num_pages
+    assert estimate("h200", packed, "compressed-tensors").cost == stored.cost
+    with pytest.raises(ValueError, match=r"quantization fp8 is for .* quantised with compressed-tensors"):
+        estimate("h200", packed, "fp8")
 
 
 def test_step_reads_the_experts_of_its_tokens_and_at_most_all_of_them(tmp_path: Path) -> None:

@@ -50,18 +50,28 @@ def check_fits(
     raise ValueError(
         f"{position} needs {size_of(weights)} for weights and {size_of(kv_bytes)} for KV pages, and "
         f"{size_of(available)} are free on {device}{shared}: {size_of(weights + kv_bytes - available)} are missing. "
-        f"{_advice(config, position, dtype, kv_bytes, device, available) if weight_format.is_cut else _SMALLER_POOL}"
+        f"{_advice(config, position, dtype, kv_bytes, device, available, weight_format)}"
     )
 
 
-def _advice(config: Any, position: RankPosition, dtype: torch.dtype, kv_bytes: int, device: str, available: int) -> str:
+def _advice(
+    config: Any,
+    position: RankPosition,
+    dtype: torch.dtype,
+    kv_bytes: int,
+    device: str,
+    available: int,
+    weight_format: PlainWeights,
+) -> str:
+    if not weight_format.is_cut:
+        return _SMALLER_POOL
     for tensor_size in (2, 4, 8, 16, 32, 64):
         if tensor_size <= position.tensor_size:
             continue
         wider = RankPosition(0, tensor_size, position.num_stages)
         try:
             needed = max(
-                _PLAIN.count_bytes(config, replace(wider, rank=stage * tensor_size), dtype).on(device)
+                weight_format.count_bytes(config, replace(wider, rank=stage * tensor_size), dtype).on(device)
                 for stage in range(position.num_stages)
             )
         except CannotCut:

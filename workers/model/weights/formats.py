@@ -1,4 +1,4 @@
-"""The formats of weights by the setting `quantization`: as a checkpoint has them, or integers made from plain ones."""
+"""The formats of weights by the setting `quantization`: as a checkpoint has them, or made from plain ones."""
 
 from functools import partial
 from pathlib import Path
@@ -15,6 +15,7 @@ from crossdock.workers.model.cut.cut_model import cut_model
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.weights.packed_layers import panel_bytes
+from crossdock.workers.model.weights.scheme import PLAIN, Scheme
 from crossdock.workers.model.weights.weights import load_weights, model_on_meta, part_bytes
 
 
@@ -47,6 +48,7 @@ class PlainWeights:
     kernel: Kernel | None = None  # the kernel of all products; None: the fastest
     tolerance: float | None = None  # the error of logits, in norm, that it may cause; None: no more than rounding
     is_cut = True  # whether ranks can divide such weights
+    rounds = False  # whether plain weights become e4m3 as they are read
 
     def why_not(self, use: WeightUse) -> str | None:
         """Return why `use` cannot compute products from such weights; None: it can."""
@@ -72,13 +74,20 @@ class PlainWeights:
         cut = None
         if links is not None and links.position.size > 1:
             cut = partial(cut_model, position=links.position, collectives=links)
-        return load_weights(config, path, dtype, cut, device, load_format)
+        return load_weights(config, path, dtype, cut, device, load_format, rounds=self.rounds)
 
     def count_bytes(self, config: PretrainedConfig, position: RankPosition, dtype: torch.dtype) -> WeightBytes:
         """Return the memory for the part of the rank at `position`. CannotCut: there is no such part."""
-        module = model_on_meta(config, position, dtype)
+        module = model_on_meta(config, position, dtype, rounds=self.rounds)
         held = part_bytes(module)
         return WeightBytes(held, held, panel_bytes(module))
+
+
+class Fp8Weights(PlainWeights):
+    """Codes of e4m3 with a scale for each output, made from plain weights as they are read: packed from then on."""
+
+    name = "fp8"
+    rounds = True
 
 
 class Int8Weights(PlainWeights):
@@ -116,6 +125,8 @@ class Int8Weights(PlainWeights):
         return WeightBytes(held=plain + added - dropped, loading=plain + added)
 
 
-def format_of(quantization: Quantization | None) -> PlainWeights:
-    """Return the format of the weights that products read."""
+def format_of(quantization: Quantization | None, scheme: Scheme = PLAIN) -> PlainWeights:
+    """Return the format of the weights that products read. `scheme`: of the checkpoint."""
+    if quantization == "fp8" and scheme is PLAIN:
+        return Fp8Weights()
     return Int8Weights() if quantization == "int8" else PlainWeights()

@@ -10,7 +10,7 @@ from crossdock.kernels.cpu.packed_linear import num_panel_bytes, why_not_packed
 from crossdock.kernels.packed import IN_NIBBLES, ExpertCodes, PackedMatrix, join_rows, packed_product, plain_rows
 from crossdock.workers.model.cut.part import ModelPart, TensorSlice
 from crossdock.workers.model.cut.position import CannotCut
-from crossdock.workers.model.weights.scheme import PackedForm
+from crossdock.workers.model.weights.scheme import E4M3_AT_LOAD, KEYS, PackedForm, scheme_of
 
 _Codes = TypeVar("_Codes", PackedMatrix, ExpertCodes)
 
@@ -83,6 +83,24 @@ def can_be_packed(model: Any, name: str) -> bool:
         is_up_projection = hasattr(owner, "expand_kv") and path.endswith(".kv_b_proj")
         return attribute == "weight" and not is_up_projection and name not in {*tied, *tied.values()}
     return hasattr(module, "is_transposed") and getattr(module, attribute).dim() == 3  # experts that read one at a time
+
+
+def forms_at_load(model: Any) -> dict[str, PackedForm]:
+    """Return the forms of the parameters of a transformers model, on the meta device, that are rounded to e4m3.
+
+    Of its decoder, those that may be packed, without routers: encoders, embeddings and norms stay.
+    """
+    scheme = scheme_of({KEYS[0]: E4M3_AT_LOAD})
+    decoder = {id(module) for module in model.get_decoder().modules()}
+    forms = {}
+    for name, _ in model.named_parameters():
+        owner = name.rpartition(".")[0]
+        module = model.get_submodule(owner)
+        form = scheme.form_of(owner)
+        if form is not None and id(module) in decoder and can_be_packed(model, name):
+            is_transposed = getattr(module, "is_transposed", False)
+            forms[name] = form._replace(layout="columns to round" if is_transposed else "rows to round")
+    return forms
 
 
 def put_linear(linear: Any, packed: PackedMatrix) -> None:

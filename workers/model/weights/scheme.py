@@ -60,6 +60,16 @@ class Scheme(NamedTuple):
 
 PLAIN = Scheme(None)
 
+E4M3_AT_LOAD: Mapping[str, Any] = {
+    "quant_method": "compressed-tensors",
+    "format": "float-quantized",
+    "config_groups": {
+        "group_0": {"targets": ["Linear"], "weights": {"num_bits": 8, "type": "float", "strategy": "channel"}}
+    },
+    "ignore": ["lm_head", "embed_tokens", "router", "gate", "shared_expert_gate"],
+}
+"""The quantisation that `quantization: fp8` gives plain weights, as a checkpoint of such weights describes it."""
+
 _PLAIN_INSTEAD = "serve the checkpoint that it was made from; on CPUs, --quantization int8 stores that in 8 bits"
 _BESIDE = {"hf_quant_config.json": "modelopt", "quantize_config.json": "gptq", "quant_config.json": "awq"}
 """Files beside config.json in which older tools describe a quantisation, and their methods."""
@@ -127,11 +137,13 @@ def check_asked(quantization: str | None, scheme: Scheme) -> None:
                 f"serve it without --quantization"
             )
         return
+    if quantization == "fp8" and scheme is PLAIN:
+        return
     if quantization != scheme.method:
         stored = "plain" if scheme is PLAIN else f"quantised with {scheme.method}"
         raise ValueError(
             f"quantization {quantization} is for checkpoints of that quant_method, and these weights are {stored}; "
-            f"leave --quantization out, or on CPUs use int8, which rounds plain weights as they are loaded"
+            f"leave --quantization out. Plain weights are rounded as they are loaded by fp8, and on CPUs by int8"
         )
 
 

@@ -26,17 +26,19 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
 from crossdock.workers.model.loaders.file_slice import DTYPES, FLOATS
-from crossdock.workers.model.weights.scheme import Scheme
+from crossdock.workers.model.weights.packed_layers import forms_at_load
+from crossdock.workers.model.weights.scheme import PackedForm, Scheme
 from crossdock.workers.model.weights.stored_tensors import PackedTensor, StoredTensor, stored_in
 from crossdock.workers.model.weights.untrusted import naming
 
+_EXPERTS = re.compile(r"\.experts\.(gate_up|gate|up|down)_proj$")  # those that are one parameter
 _MOST_NAMED = 3  # tensors of one kind of fault
 
 
 class NamedTensors:
     """The tensors of a checkpoint by their names in the files, and the parameter of the model that each belongs to."""
 
-    def __init__(self, model: Any, stored: Mapping[str, StoredTensor], dtype: torch.dtype) -> None:
+    def __init__(self, model: Any, stored: dict[str, StoredTensor], dtype: torch.dtype) -> None:
         self.stored = stored
         self.mapping = get_model_conversion_mapping(model)
         self.dtype_plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype)  # of parameters that stay in float32
@@ -89,6 +91,30 @@ class NamedTensors:
                 return entry.source_patterns.index(pattern) if is_merge else -1
         return 0
 
+    def round(self, forms: Mapping[str, PackedForm]) -> None:
+        """Let the tensors of the parameters in `forms` be read as packed ones.
+
+        Raises:
+            ValueError: there are none, or transformers converts one in a way that no packed one can take.
+        """
+        if not forms:
+            raise ValueError("quantization fp8: the decoder has no linears to round; serve it without --quantization")
+        plain = [name for name in self._held if _EXPERTS.search(name) and name not in forms]
+        if plain:
+            raise ValueError(
+                f"quantization fp8: {plain[0]} holds experts that no code here reads one at a time, and would stay "
+                f"plain; serve this model without --quantization"
+            )
+        for key, name, pattern in list(self.places()):
+            if name not in forms:
+                continue
+            if self._number_of(pattern) < 0:
+                raise ValueError(
+                    f"quantization fp8: {key} is converted as it is loaded, and cannot be rounded before that; serve "
+                    f"this model without --quantization"
+                )
+            self.stored[key] = PackedTensor(forms[name], {"codes": self.stored[key]})
+
     def of_other_kinds(self) -> Iterator[str]:
         """Yield each tensor, as text, whose elements are not of the kind that its parameter holds."""
         for key, name, _ in self.places():
@@ -101,11 +127,17 @@ class NamedTensors:
 
 
 def check_tensors(
-    model_class: Any, config: PretrainedConfig, path: Path, dtype: torch.dtype, scheme: Scheme
+    model_class: Any,
+    config: PretrainedConfig,
+    path: Path,
+    dtype: torch.dtype,
+    scheme: Scheme,
+    *,
+    rounds: bool = False,
 ) -> NamedTensors:
     """Check that the files in `path` hold every tensor of the model, of its shape and kind, and no other.
 
-    `model_class` is one of transformers' auto classes.
+    `model_class` is one of transformers' auto classes. `rounds`: plain weights are to be rounded to e4m3.
 
     Raises:
         OSError: there are no weights in safetensors.
@@ -130,6 +162,8 @@ def check_tensors(
     }
     if any(faults.values()):
         raise ValueError(_message(path, faults))
+    if rounds:
+        named.round(forms_at_load(model))
     return named
 
 

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor
 
 from crossdock.kernels.packed import IN_NIBBLES, PackedMatrix
+from crossdock.workers.model.loaders.file_slice import FLOATS
 from crossdock.workers.model.weights.scheme import PackedForm
 
 Pieces: TypeAlias = Mapping[str, Tensor]  # by role: codes, scales and so on
 
 MOST_STATE_BYTES = 1 << 14  # of what bitsandbytes says of a matrix in JSON
+_LEAST_SCALE = 1e-12  # of rows that are rounded here; those of smaller numbers are zeros
 _BAND = 1 << 20  # elements
 _AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # column j of eight is nibble _AWQ_ORDER[j] of their 32 bits
 
@@ -143,6 +145,19 @@ def _unpack_nf4(form: PackedForm, pieces: Pieces) -> PackedMatrix:
 def _unpack_canonical(form: PackedForm, pieces: Pieces) -> PackedMatrix:
     """Return a matrix that `pack_gguf` has written as it is held."""
     return PackedMatrix(form.kind, pieces["codes"], pieces["scales"], pieces.get("offsets"), form.group or 0)
+
+
+def _round_rows(form: PackedForm, pieces: Pieces) -> PackedMatrix:
+    """Return a plain weight [N, K] in e4m3: the largest number of a row becomes the largest of e4m3."""
+    rows = pieces["codes"].float()
+    largest = torch.finfo(torch.float8_e4m3fn).max
+    scales = (rows.abs().amax(1, keepdim=True) / largest).clamp(min=_LEAST_SCALE)
+    return PackedMatrix(form.kind, (rows / scales).to(torch.float8_e4m3fn), scales, None, rows.shape[1])
+
+
+def _round_columns(form: PackedForm, pieces: Pieces) -> PackedMatrix:
+    """Return a plain weight that lies [K, N], as `_round_rows` does."""
+    return _round_rows(form, {"codes": pieces["codes"].T.contiguous()})
 
 
 def _with_zeros(form: PackedForm, codes: Tensor, scales: Tensor, zeros: Tensor | None, group: int) -> PackedMatrix:
@@ -307,6 +322,8 @@ LAYOUTS: Mapping[str, Layout] = {
         needed=("scales", "state"),
         unused=(".weight.quant_map",),
     ),
+    "rows to round": Layout(".weight", frozenset(FLOATS), _of_codes, _round_rows, {}, needed=()),
+    "columns to round": Layout(".weight", frozenset(FLOATS), _of_codes, _round_columns, {}, needed=()),
     "blocks of experts": Layout("_blocks", _U8, _of_experts, _unpack_fp4, {"scales": ("_scales",)}, weight=""),
 }
 """The layouts by the name that forms give."""

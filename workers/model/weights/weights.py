@@ -32,8 +32,15 @@ from crossdock.workers.model.loaders.files import Files, open_files
 from crossdock.workers.model.loaders.objects import origin_of
 from crossdock.workers.model.weights.config_fields import check_fields
 from crossdock.workers.model.weights.heap import trim_heap
-from crossdock.workers.model.weights.packed_layers import PackedLinear, packed_bytes, part_of, put_forms
+from crossdock.workers.model.weights.packed_layers import (
+    PackedLinear,
+    forms_at_load,
+    packed_bytes,
+    part_of,
+    put_forms,
+)
 from crossdock.workers.model.weights.scheme import (
+    E4M3_AT_LOAD,
     KEYS,
     PLAIN,
     PackedForm,
@@ -82,12 +89,15 @@ def load_weights(
     cut: Callable[[Any], ModelPart] | None = None,
     device: str = "cpu",
     load_format: LoadFormat = "auto",
+    *,
+    rounds: bool = False,
 ) -> tuple[Any, ModelPart | None]:
     """Load the weights in `path`. Returns transformers' model, and the part of it that `cut` returned.
 
     `cut` gets the model while it is on the meta device, and leaves what is to be loaded; None: all. Plain tensors go
     to `device` one by one, so that the host never holds a GPU's weights; a checkpoint with packed matrices comes to
-    the host. `load_format` names who reads the files.
+    the host. `load_format` names who reads the files. `rounds`: plain weights become e4m3, as
+    `E4M3_AT_LOAD` says.
 
     Raises:
         CannotCut: `cut` cannot divide the model so.
@@ -95,15 +105,16 @@ def load_weights(
             others than the model's; or they are stored in a way that is not read; or `load_format` is not to be had.
     """
     scheme = scheme_at(path)
-    plain_config = config if scheme is PLAIN else without_quantisation(config)
+    is_plain = scheme is PLAIN and not rounds
+    plain_config = config if is_plain else without_quantisation(config)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention_names(config)}
-    if device != "cpu" and scheme is PLAIN:
+    if device != "cpu" and is_plain:
         options["device_map"] = {"": device}
     try:
         with _LOADING:
-            named = check_tensors(auto_model(config), plain_config, path, dtype, scheme)
+            named = check_tensors(auto_model(config), plain_config, path, dtype, scheme, rounds=rounds)
             is_read_by_transformers = load_format in ("auto", "safetensors") and origin_of(path) is None
-            if cut is None and scheme is PLAIN and is_read_by_transformers:
+            if cut is None and is_plain and is_read_by_transformers:
                 module = _load_whole(config, path, **options)
                 part = None
             else:
@@ -119,8 +130,8 @@ def load_weights(
         if ATTENTION_NAME not in str(error) and "attn_implementation" not in str(error):
             raise
         raise ValueError(f"{config.model_type}: transformers gives it no pluggable attention") from error
-    if scheme is not PLAIN:
-        module.config.update({KEYS[0]: quantisation_at(path)})
+    if not is_plain:
+        module.config.update({KEYS[0]: dict(E4M3_AT_LOAD) if rounds else quantisation_at(path)})
     check_products(module, part, named)
     return module, None if cut is None else part
 
@@ -232,8 +243,12 @@ def part_bytes(module: Any) -> int:
     return plain + packed_bytes(module)
 
 
-def model_on_meta(config: PretrainedConfig, position: RankPosition, dtype: torch.dtype) -> Any:
-    """Return the part of the rank at `position` on the meta device. CannotCut: there is no such part."""
+def model_on_meta(config: PretrainedConfig, position: RankPosition, dtype: torch.dtype, *, rounds: bool = False) -> Any:
+    """Return the part of the rank at `position` on the meta device. `rounds`: see `load_weights`.
+
+    Raises:
+        CannotCut: there is no such part.
+    """
     scheme = scheme_of(config.to_dict())
 
     def form_of(name: str) -> PackedForm | None:
@@ -243,7 +258,9 @@ def model_on_meta(config: PretrainedConfig, position: RankPosition, dtype: torch
     with torch.device("meta"):
         with naming(Path(config.name_or_path) / "config.json", kept=(ValueError,)):
             module = auto_model(config).from_config(without_quantisation(config), dtype=dtype)
-        put_forms(module, cut_model(module, position, None), form_of, dtype)
+        forms = forms_at_load(module) if rounds else None
+        part = cut_model(module, position, None)
+        put_forms(module, part, form_of if forms is None else forms.get, dtype)
     return module
 
 

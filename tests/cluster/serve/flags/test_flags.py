@@ -161,6 +161,7 @@ def test_mistake_in_a_file_names_the_file_and_one_in_a_flag_the_flag(tmp_path: P
         ("gpt_oss_mxfp4", "mxfp4"),
         ("moe_wna16", None),
         ("fbgemm_fp8", "fbgemm_fp8"),
+        ("fp8_per_channel", "fp8"),
     ],
 )
 def test_quantization_of_other_servers_asks_for_the_form_of_its_checkpoints(value: str, meant: str | None) -> None:
@@ -171,7 +172,7 @@ def test_quantization_of_other_servers_asks_for_the_form_of_its_checkpoints(valu
     ("value", "message"),
     [
         ("auto-round", "--quantization auto-round: such weights are not read: serve the checkpoint"),
-        ("experts_int8", "--quantization experts_int8: plain weights are rounded as they are loaded by int8 alone"),
+        ("experts_int8", "--quantization experts_int8: plain weights are rounded as they are loaded by fp8"),
         ("nonsense", "--quantization: must be"),
     ],
 )

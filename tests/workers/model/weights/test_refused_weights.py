@@ -65,6 +65,7 @@ def packed(tensors: Tensors, block: tuple[int, int], scale_dtype: torch.dtype) -
     return found
 
 
+AWQ = {"quant_method": "awq", "bits": 4, "group_size": 32}
 FP8 = {"quant_method": "fp8", "weight_block_size": [16, 16], "activation_scheme": "dynamic"}
 MXFP8 = {"quant_method": "mxfp8", "weight_block_size": [1, 32], "activation_scheme": "dynamic"}
 
@@ -116,7 +117,8 @@ def test_quantisation_that_is_not_read_is_refused_by_name(config: Any, reason: s
     ("asked", "config", "reason"),
     [
         ("awq", FP8, "quantization awq is for checkpoints of that quant_method, .* are quantised with fp8"),
-        ("fp8", None, "quantization fp8 is for .* these weights are plain; .* int8"),
+        ("awq", None, "quantization awq is for .* these weights are plain; .* by fp8, and on CPUs by int8"),
+        ("fp8", AWQ, "quantization fp8 is for .* quantised with awq"),
         ("int8", FP8, "quantization int8 rounds plain weights, and this checkpoint is quantised with fp8"),
     ],
 )
