@@ -126,6 +126,13 @@ def load_weights(
             f"model directory {path} has no weights in *.safetensors, the only format that is loaded; "
             f"transformers' save_pretrained writes them"
         ) from error
+    except AttributeError as error:
+        if PackedLinear.__name__ not in str(error):
+            raise
+        raise ValueError(
+            f"{config.model_type}: transformers' code reads weights of linears by itself, so they cannot be packed; "
+            f"serve plain weights, without --quantization"
+        ) from error
     except ValueError as error:
         if ATTENTION_NAME not in str(error) and "attn_implementation" not in str(error):
             raise

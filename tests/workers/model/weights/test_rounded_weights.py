@@ -192,11 +192,13 @@ def test_updates_are_refused_by_name(tmp_path: Path) -> None:
 def test_other_checkpoints_and_models_without_linears_are_refused_by_name(tmp_path: Path) -> None:
     write(tmp_path / "awq", CASES["awq"])
     build("gpt2", SERVED["gpt2"]).save_pretrained(tmp_path / "gpt2")
-    build("llama4_text", SERVED["llama4_text"]).save_pretrained(tmp_path / "llama4")
+    for name in ("llama4_text", "gpt_bigcode"):
+        build(name, SERVED[name]).save_pretrained(tmp_path / name)
     for name, reason in (
         ("awq", "quantization fp8 is for .* quantised with awq"),
         ("gpt2", "has no linears to round"),
-        ("llama4", r"experts\.gate_up_proj holds experts .* would stay plain"),
+        ("gpt_bigcode", "reads weights of linears by itself, so they cannot be packed"),
+        ("llama4_text", r"experts\.gate_up_proj holds experts .* would stay plain"),
     ):
         with pytest.raises(ValueError, match=reason):
             load_model(ModelSpec(str(tmp_path / name), "float32", quantization="fp8"))
