@@ -15,7 +15,6 @@ from crossdock.cluster.api.body.generation_defaults import GenerationConfig
 from crossdock.cluster.api.body.pooler_config import PoolerConfig
 from crossdock.cluster.api.http.http_config import HttpConfig, ModelHttpConfig
 from crossdock.cluster.api.http.keys import check_keys
-from crossdock.kernels.options import ROUNDED_AT_LOAD, Quantization
 from crossdock.router.fleet import RouterConfig
 from crossdock.router.scaling import ScalingConfig
 from crossdock.workers.model.weights.checkpoint import model_name, resolve_model
@@ -439,10 +438,7 @@ class ClusterConfig(BaseModel):
     def _check_pairs_have_equal_weights(self) -> Self:
         """Refuse prefill and decode pools that would exchange nothing, as their weights are unlike."""
         weights = {
-            pool.name: (
-                pool.checkpoint or self.model.path,
-                {*ROUNDED_AT_LOAD} & {(pool.engine or self.engine).quantization},
-            )
+            pool.name: (pool.checkpoint or self.model.path, (pool.engine or self.engine).rounds_to)
             for pool in self.pools
         }
         partner = {"prefill": "decode", "decode": "prefill"}
@@ -532,9 +528,7 @@ _COMPUTING = {  # settings of engines that change how a model computes or where 
 
 
 @lru_cache
-def emulated_device(
-    emulated: str, model: str | None = None, quantization: Quantization | None = None
-) -> EmulatedDevice:
+def emulated_device(emulated: str, model: str | None = None, quantization: str | None = None) -> EmulatedDevice:
     """Return the device of `PROFILE` or `PROFILE*N`, or of `GPU` for `model`, the name of the served model, whose
     weights are what `quantization` says.
 

@@ -208,6 +208,11 @@ class EngineConfig(SchedulerConfig):
         return 0 if self.speculative_config is None else self.speculative_config.num_speculative_tokens
 
     @property
+    def rounds_to(self) -> Quantization | None:
+        """Return what plain weights are rounded to as they are loaded; None: they stay."""
+        return self.quantization if self.quantization in ROUNDED_AT_LOAD else None
+
+    @property
     def budget(self) -> MemoryBudget:
         """Return the settings that decide how much memory a rank gives to KV pages."""
         return MemoryBudget(

@@ -33,8 +33,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from crossdock.kernels.options import Quantization
-from crossdock.workers.model.weights.scheme import E4M3_AT_LOAD, KEYS, PLAIN, check_asked, scheme_at, scheme_of
+from crossdock.workers.model.weights.scheme import loaded_scheme, scheme_at
 from crossdock.workers.model.weights.untrusted import read_config_file
 from crossdock.workers.report.model_figures import (
     BF16,
@@ -155,7 +154,7 @@ def is_gpu(name: str) -> bool:
     return gpu in GPUS and (num_gpus in map(str, _TP) if dash else True)
 
 
-def estimate(gpu: str, folder: Path, quantization: Quantization | None = None) -> SchedulingProfile:
+def estimate(gpu: str, folder: Path, quantization: str | None = None) -> SchedulingProfile:
     """Return the estimated profile of the model in `folder` on `GPU[-tpN]`, by its config.json alone. `quantization`:
     the setting; with fp8, plain weights count as they are once they are loaded.
 
@@ -167,10 +166,7 @@ def estimate(gpu: str, folder: Path, quantization: Quantization | None = None) -
     name = f"{gpu}:{folder}"
     try:
         fields = read_config_file(folder)
-        scheme = scheme_at(folder)
-        check_asked(quantization, scheme)
-        if quantization == "fp8" and scheme is PLAIN:
-            scheme = scheme_of({KEYS[0]: E4M3_AT_LOAD})
+        scheme = loaded_scheme(quantization, scheme_at(folder))
         inner = [each for name in ("text_config", "llm_config") if isinstance(each := fields.get(name), dict)]
 
         def stored(matrix: str) -> StoredNumber:

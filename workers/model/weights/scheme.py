@@ -147,6 +147,12 @@ def check_asked(quantization: str | None, scheme: Scheme) -> None:
         )
 
 
+def loaded_scheme(quantization: str | None, scheme: Scheme) -> Scheme:
+    """Return the scheme of a checkpoint's weights once they are loaded. ValueError as in `check_asked`."""
+    check_asked(quantization, scheme)
+    return scheme_of({KEYS[0]: E4M3_AT_LOAD}) if quantization == "fp8" and scheme is PLAIN else scheme
+
+
 def quantisation(config: Mapping[str, Any]) -> Any:
     """Return the entry of a quantisation in a configuration or in that of its decoder; None: there is none."""
     parts = [config, *(config.get(name) for name in ("text_config", "llm_config"))]
