@@ -209,7 +209,7 @@ class EngineConfig(SchedulerConfig):
 
     @property
     def rounds_to(self) -> Quantization | None:
-        """Return what plain weights are rounded to as they are loaded; None: they stay."""
+        """Return the codes that plain weights are rounded to as they are loaded; None: they stay."""
         return self.quantization if self.quantization in ROUNDED_AT_LOAD else None
 
     @property
