@@ -22,7 +22,7 @@ from crossdock.workers.model.graphs.mixed_graphs import padded_with_chunks
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.schedule.request.batch import Batch, Scheduled
 from crossdock.workers.schedule.request.request import Request
-from crossdock.workers.schedule.request.submission import SamplingParams
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 
 
 class _Recorder:
@@ -50,7 +50,9 @@ def batch_of(
     `recorded`: the decodes and the chunk tokens of the graph that it pads the step for; None: it runs as it is.
     """
     parts = [
-        Scheduled(Request(f"{number}", [0] * kv, SamplingParams()), kv - query, query, list(held), samples=True)
+        Scheduled(
+            Request(Submission(f"{number}", [0] * kv, SamplingParams())), kv - query, query, list(held), samples=True
+        )
         for number, ((query, kv), held) in enumerate(zip(lengths, pages, strict=True))
     ]
     num_decodes = next((at for at, (query, _) in enumerate(lengths) if query > 1), len(lengths))

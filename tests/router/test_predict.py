@@ -16,7 +16,7 @@ from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.policies.chunk_policies import POLICIES, Meaning
 from crossdock.workers.schedule.policies.chunking import LEAST_SHARE
 from crossdock.workers.schedule.request.request import Request
-from crossdock.workers.schedule.request.submission import Adapter, Leg, Overloaded, SamplingParams
+from crossdock.workers.schedule.request.submission import Adapter, Leg, Overloaded, SamplingParams, Submission
 from crossdock.workers.schedule.scheduler import Scheduler
 from tests.router.replicas import CLASSES, COST, LONG_STEPS, Replica, changed, fleet_of, live, place, profile, query
 from tests.workers.schedule.model_free_replica import ModelFreeReplica
@@ -50,7 +50,7 @@ def test_ttft_behind_a_backlog_bounds_the_schedulers_own_prediction(rng: random.
     fleet = fleet_of({"a": replica.profile})
     replica.report(fleet, "a", 0.0)
     prompt = [99, *range(rng.choice([10, 100, 1000, 4000]))]
-    request = Request("new", prompt, SamplingParams(max_tokens=50), slo_class=rng.choice(CLASSES))
+    request = Request(Submission("new", prompt, SamplingParams(max_tokens=50), slo_class=rng.choice(CLASSES)))
     request.priority = CLASSES.index(request.slo_class)
     exact, own = replica.scheduler.forecast.ttft(request)
     found = predicted_ttft(fleet, Query("new", len(prompt), slo_class=request.slo_class, max_tokens=50))

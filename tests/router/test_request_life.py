@@ -259,7 +259,7 @@ def test_pages_with_pictures_have_the_hashes_that_replicas_give_them() -> None:
         life = RequestLife(submission, router("ab"), 0.0)
         life.place(0.0)
         assert life.query is not None
-        request, pages = Request.from_submission(submission, 0.0), PagePool(8, 16)
+        request, pages = Request(submission, 0.0), PagePool(8, 16)
         table = RequestTable(SchedulerConfig(), pages, 128)
         kv.match_prefix(table, request)
         assert list(life.query.page_hashes) == request.page_hashes

@@ -14,7 +14,7 @@ from crossdock.workers.report.live_profile import MOST_TENANTS
 from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.policies.chunking import LEAST_SHARE
 from crossdock.workers.schedule.request.request import Request
-from crossdock.workers.schedule.request.submission import Overloaded, SamplingParams
+from crossdock.workers.schedule.request.submission import Overloaded, SamplingParams, Submission
 from tests.router.replicas import CLASSES, LONG_STEPS, Replica, fleet_of, place, profile, query
 
 PROMPT = [3 + number % 50 for number in range(400)]
@@ -43,10 +43,11 @@ def test_ttft_of_a_tenant_is_at_least_what_its_scheduler_predicts(rng: random.Ra
     replica.report(fleet, "a", 0.0)
     tenant = rng.choice(["a", "b", "new"])
     sampling, slo_class = SamplingParams(max_tokens=50), rng.choice(CLASSES)
-    request = Request("new", PROMPT, sampling, slo_class=slo_class, tenant=tenant, weight=weights.get(tenant, 2.0))
+    weight = weights.get(tenant, 2.0)
+    request = Request(Submission("new", PROMPT, sampling, slo_class=slo_class, tenant=tenant, weight=weight))
     request.priority = CLASSES.index(slo_class)
     exact, _ = replica.scheduler.forecast.ttft(request)
-    own = Query("new", 400, slo_class=slo_class, max_tokens=50, tenant=tenant, weight=request.weight)
+    own = Query("new", 400, slo_class=slo_class, max_tokens=50, tenant=tenant, weight=weight)
     assert fleet.choose(own, 0.0).predicted_ttft >= exact - _not_told(replica, request, weights) - 1e-9
 
 

@@ -16,7 +16,7 @@ from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConf
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.request.batch import Batch, Scheduled
 from crossdock.workers.schedule.request.request import Request
-from crossdock.workers.schedule.request.submission import SamplingParams
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 
 CATCH_UP_TOKENS = 256
 """Most tokens besides drafts that one call computes: the prompt of a new stream takes several steps of the target."""
@@ -99,7 +99,7 @@ class DraftModel:
     def add(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Add a request. `token_ids` is its own list, prompt and output, which grows with each accepted token."""
         self.remove(request_id)
-        self._streams[request_id] = _DraftedStream(token_ids, Request(request_id, [], SamplingParams()))
+        self._streams[request_id] = _DraftedStream(token_ids, Request(Submission(request_id, [], SamplingParams())))
 
     def remove(self, request_id: str) -> None:
         """Forget a request; one that was never added is ignored."""
@@ -210,7 +210,10 @@ class DraftModel:
             num_pages = -(-num_tokens // self.pages.page_size)
             if num_tokens > self.model.max_model_len or not self.pages.block_pool.can_allocate(num_streams * num_pages):
                 continue
-            requests = [Request(f"sweep {number}", [0] * num_tokens, SamplingParams()) for number in range(num_streams)]
+            requests = [
+                Request(Submission(f"sweep {number}", [0] * num_tokens, SamplingParams()))
+                for number in range(num_streams)
+            ]
             for request in requests:
                 self.pages.allocate(request.id, num_pages)
             timed = [self._timed([self._part(one, num_tokens) for one in requests]) for _ in range(_REPEATS)]

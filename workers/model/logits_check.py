@@ -20,7 +20,7 @@ from crossdock.workers.model.architecture import attention_names
 from crossdock.workers.model.forward.forward_context import ForwardContext
 from crossdock.workers.model.network import Network
 from crossdock.workers.schedule.request.request import Request
-from crossdock.workers.schedule.request.submission import SamplingParams
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 
 PROBE_LENGTHS = [5, 24]  # tokens of the two sequences that are computed
 
@@ -46,7 +46,7 @@ class ProbeBatch:
     def request(self, number: int) -> Request:
         """Return a request of one of the sequences, every token's logits wanted."""
         token_ids = torch.split(self.token_ids, PROBE_LENGTHS)[number].tolist()
-        return Request(f"probe-{number}", token_ids, SamplingParams(prompt_logprobs=0))
+        return Request(Submission(f"probe-{number}", token_ids, SamplingParams(prompt_logprobs=0)))
 
     def run(self, model: Network, context: ForwardContext) -> Tensor:
         """Return the logits [T, vocabulary] through our attention."""

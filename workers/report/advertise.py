@@ -102,7 +102,7 @@ def _prefills(scheduler: Scheduler) -> tuple[Prefills, tuple[int, ...]]:
         group[2] += seconds
         if tenants.in_use:
             key = request.priority, request.tenant
-            work = works.get(key) or TenantWork(key[1], key[0], request.weight, 0.0, tenants.lead_s(request))
+            work = works.get(key) or TenantWork(key[1], key[0], request.submission.weight, 0.0, tenants.lead_s(request))
             works[key] = work._replace(seconds=work.seconds + seconds)
         if request.leg is Leg.SEND or request.sampling.pooling is not None:
             leaving[request.priority] += 1

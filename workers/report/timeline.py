@@ -135,8 +135,7 @@ class Timeline:
         if request is None:
             return self._final_counts
         made = request.num_cached_tokens, request.num_computed_tokens, request.num_output_tokens
-        drafts = request.num_drafted_tokens, request.num_accepted_tokens
-        return Counts(*made, request.num_preemptions, *drafts, request.charged_s)
+        return Counts(*made, request.num_preemptions, *request.drafts, request.charged_s)
 
     @property
     def state(self) -> str:

@@ -59,7 +59,8 @@ def promise(table: RequestTable, forecast: Forecast, request: Request, load_s: f
     slo = table.config.slo_classes[request.priority]
     request.ttft_deadline = deadline = slo.ttft_deadline(load_s + alone)
     late = request.predicted_ttft - deadline
-    may_refuse = request.may_refuse and request.is_promised and table.config.admission == "reject"
+    asked = request.submission
+    may_refuse = asked.may_refuse and asked.is_promised and table.config.admission == "reject"
     if late > 0 and may_refuse and table.has_work:
         raise Overloaded.late(slo.name, deadline, late)
 

@@ -96,8 +96,8 @@ class Forecast:
             first.setdefault(other.tenant, other)
             totals[other.tenant] += seconds
         tenants = self.table.tenants
-        turns = tenants.time(request) + own_seconds / request.weight
-        waiting = [(totals[name], other.weight, tenants.time(other)) for name, other in first.items()]
+        turns = tenants.time(request) + own_seconds / request.submission.weight
+        waiting = [(totals[name], other.submission.weight, tenants.time(other)) for name, other in first.items()]
         return float(rivals_seconds(turns, waiting))
 
     def _backlog(self) -> "_Groups":

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import PrefixHit
 from crossdock.workers.schedule.policies.order import first_victim
-from crossdock.workers.schedule.request.arriving_tail import ArrivingTail
+from crossdock.workers.schedule.request.coming_pages import ArrivingTail
 from crossdock.workers.schedule.request.page_hashes import PageHash
 from crossdock.workers.schedule.request.request import Request, Status
 from crossdock.workers.schedule.request.submission import Leg
@@ -58,7 +58,7 @@ def admit(table: RequestTable, request: Request, hit: PrefixHit, set_aside: int 
     """
     pages = table.pages
     num_cached = hit.num_pages
-    hit = with_tail(hit, request.tail, pages) if request.tail is not None else hit
+    hit = with_tail(hit, tail, pages) if (tail := request.coming.tail) is not None else hit
     hits = hit.pages
     is_arriving = request.leg is Leg.RECEIVE
     new = (table.needs.to_receive if is_arriving else table.needs.to_start)(request.num_tokens, hit)

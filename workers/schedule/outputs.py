@@ -46,7 +46,7 @@ def append_sampled(
 
 def new_delta(request: Request) -> TokenDelta:
     """Return a delta without tokens, after all that the request has."""
-    first = len(request.token_ids) - len(request.prompt_token_ids)
+    first = len(request.token_ids) - request.num_prompt_tokens
     return TokenDelta(request.id, [], first, request.epoch, num_cached_tokens=request.num_cached_tokens)
 
 

@@ -255,7 +255,7 @@ class PrefillScheduler:
 
     def _may_split_page(self, request: Request) -> bool:
         """Return whether chunks of a prompt may end inside of a page: its pages neither travel nor arrive meanwhile."""
-        is_alone = request.leg is Leg.LOCAL and request.tail is None
+        is_alone = request.leg is Leg.LOCAL and request.coming.tail is None
         return is_alone and not request.items and not self.table.pages.state_pages
 
     def _is_one_request_alone(self) -> bool:

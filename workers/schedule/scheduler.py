@@ -142,7 +142,7 @@ class Scheduler:
             InvalidField: the request can never be served.
             Overloaded: the promised time to its first token cannot be met, and `admission` is `reject`.
         """
-        if not request.prompt_token_ids:
+        if not request.num_prompt_tokens:
             raise InvalidField("prompt must have at least one token", "prompt")
         longest = self.table.max_model_len - (1 if request.sampling.max_tokens else 0)
         if request.num_prompt_tokens > longest:
@@ -157,15 +157,16 @@ class Scheduler:
             raise InvalidField("this server takes no adapters; start it with --enable-lora", "model")
         if self.table.get(request.id) is not None:
             raise InvalidField(f"request_id {request.id!r} is already being served", "request_id")
-        if request.priority_in_class and self.config.prefill_order == "fcfs":
-            reason = f"priority is {request.priority_in_class}, but this server computes prompts in order of arrival"
+        asked = request.submission
+        if asked.priority_in_class and self.config.prefill_order == "fcfs":
+            reason = f"priority is {asked.priority_in_class}, but this server computes prompts in order of arrival"
             raise InvalidField(f"{reason} (--prefill-order fcfs)", "priority_in_class")
-        request.priority = priority_of(self.config.slo_classes, request.slo_class)
+        request.priority = priority_of(self.config.slo_classes, asked.slo_class)
         request.arrival_work = self.table.prefilled.tokens
-        request.queued_at = request.arrival_time - request.waited_s
+        request.queued_at = request.arrival_time - asked.waited_s
         num_pages, load_s = self.loading.predicted(request)
-        request.expected_cached_tokens = max(num_pages * self.pages.page_size, request.source_tokens)
-        if request.leg is not Leg.RECEIVE and not request.output_token_ids:  # else the first token is made elsewhere
+        request.expected_cached_tokens = max(num_pages * self.pages.page_size, asked.source_tokens)
+        if request.leg is not Leg.RECEIVE and not asked.output_token_ids:  # else the first token is made elsewhere
             admission.promise(self.table, self.forecast, request, load_s)
         if request.adapter is not None:
             self.adapters.use(request.adapter)
@@ -341,6 +342,7 @@ class Scheduler:
         self.pages.block_pool.cached.pass_time(now)
         has_states = bool(self.pages.state_pages)
         has_windows = self.pages.has_windows
+        has_tiers = bool(self.loading.tiers.tiers)
         for part in batch.scheduled:
             request = part.request
             request.num_in_flight_tokens -= part.num_tokens
@@ -365,7 +367,7 @@ class Scheduler:
             request.num_computed_tokens = end
             if end // size > part.start // size:
                 kv.index_full_pages(table, request, part.start)
-            if request.tail is not None:
+            if has_tiers and request.coming.tail is not None:
                 meet(table, request)
             if has_windows:
                 windows.slide(table, request)

@@ -104,7 +104,7 @@ class RequestTable:
 
     def awaits_pages(self, request: Request) -> bool:
         """Return whether a request waits for pages from elsewhere, see awaited.py."""
-        return request.awaits_pages_until > self.now
+        return request.coming.until > self.now
 
     def lacks_adapter(self, request: Request) -> bool:
         """Return whether a request needs an adapter that is in no slot, see adapter_slots.py."""
@@ -340,9 +340,7 @@ class RequestTable:
     def _requeue(self, request: Request, expected_cached_tokens: int, now: float) -> None:
         request.status = Status.WAITING
         request.queued_at = now
-        request.is_looked_up = False
-        request.tail = None
-        request.awaits_pages_until = 0.0
+        request.coming.forget()
         request.expected_cached_tokens = expected_cached_tokens
         request.num_computed_tokens = request.num_verified_tokens = 0
         self.waiting.insert(0, request)

@@ -17,7 +17,7 @@ from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.cost.cost_fit import StepCostFit
 from crossdock.workers.schedule.request.batch import Batch, Scheduled
 from crossdock.workers.schedule.request.request import Request
-from crossdock.workers.schedule.request.submission import SamplingParams
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.workers.schedule.cost.test_cost_fit_of_devices import sweep
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
@@ -91,7 +91,7 @@ def test_whole_contexts_of_deep_chunks_take_longer_than_any_choice_allows() -> N
 
 def deep_programs(chunks: list[tuple[int, int]], graph: int, multiprocessors: int, is_hopper: bool) -> int:
     """Return how many programs read the contexts of chunks, (start, tokens) of each, in a graph of `graph` tokens."""
-    whole = Request("a", [0] * max(start + tokens for start, tokens in chunks), SamplingParams())
+    whole = Request(Submission("a", [0] * max(start + tokens for start, tokens in chunks), SamplingParams()))
     pages = list(range(-(-whole.num_tokens // 16)))
     scheduled = [Scheduled(whole, start, tokens, pages, True) for start, tokens in chunks]
     inputs, D = StepInputs.of(Batch(scheduled, 0), 16)[0], 8

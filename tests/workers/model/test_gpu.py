@@ -58,7 +58,7 @@ def test_recorded_decodes_equal_eager_decodes(name: str, dtype: torch.dtype) -> 
     generator = torch.Generator().manual_seed(1)
     for lengths in ([40, 5, 23], [9], [5, 23, 40, 8, 16, 7, 3], [200, 3, 4, 5], [9] * 12, [33, 1]):
         requests = [
-            Request(f"{i}", torch.randint(3, 120, (n,), generator=generator).tolist(), SamplingParams())
+            Request(Submission(f"{i}", torch.randint(3, 120, (n,), generator=generator).tolist(), SamplingParams()))
             for i, n in enumerate(lengths)
         ]
         spare = iter((torch.randperm(63, generator=generator) + 1).tolist())
@@ -101,7 +101,7 @@ def test_recorded_chunks_equal_eager_chunks(name: str, dtype: torch.dtype) -> No
     most = [(5, 1)] * 12 + [(40, 30), (0, 3)]
     for parts in ([(40, 1), (5, 1), (0, 23)], [(0, 9)], [(16, 128)], most, [(8, 1), (200, 5)]):
         ids = [torch.randint(3, 120, (start + tokens,), generator=generator).tolist() for start, tokens in parts]
-        requests = [Request(f"{i}", each, SamplingParams()) for i, each in enumerate(ids)]
+        requests = [Request(Submission(f"{i}", each, SamplingParams())) for i, each in enumerate(ids)]
         spare = iter((torch.randperm(63, generator=generator) + 1).tolist())
         pages = [[next(spare) for _ in range(-(-len(each) // PAGE_SIZE))] for each in ids]
         whole = [Scheduled(r, 0, len(r.token_ids), p, True) for r, p in zip(requests, pages, strict=True)]
@@ -229,7 +229,7 @@ def test_sampling_on_gpu_waits_once_and_equals_cpu(kinds: list[int], waits: Any)
 def test_inputs_are_copied_without_waiting(waits: Any) -> None:
     model = on_gpu()
     model.allocate_pool(64, PAGE_SIZE)
-    request = Request("prompt", list(range(3, 90)), SamplingParams())
+    request = Request(Submission("prompt", list(range(3, 90)), SamplingParams()))
     step = StepInputs.of(Batch([Scheduled(request, 0, 87, range(6), True)], 0), PAGE_SIZE)[0]
     logits: list[Tensor] = []
     step.run(model)

@@ -14,14 +14,14 @@ from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import HOLE
 from crossdock.workers.schedule.request.batch import Batch, Scheduled, StatePages
 from crossdock.workers.schedule.request.request import Request
-from crossdock.workers.schedule.request.submission import SamplingParams
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 
 CPU = torch.device("cpu")
 
 
 def mixed_step() -> StepInputs:
-    decode = Request("decode", list(range(40, 61)), SamplingParams())
-    prompt = Request("prompt", list(range(70, 100)), SamplingParams())
+    decode = Request(Submission("decode", list(range(40, 61)), SamplingParams()))
+    prompt = Request(Submission("prompt", list(range(70, 100)), SamplingParams()))
     parts = [Scheduled(decode, 20, 1, [3, 1, 2], True), Scheduled(prompt, 8, 13, [5, 0, 4], False)]
     return StepInputs.of(Batch(parts, 1), 8)[0]
 
@@ -47,7 +47,7 @@ def test_tensors_equal_the_integers() -> None:
 
 def test_table_has_page_0_past_the_end_of_a_sequence() -> None:
     """The host copies an entry for each page, however wide the table is."""
-    request = Request("a", list(range(400)), SamplingParams())
+    request = Request(Submission("a", list(range(400)), SamplingParams()))
     long = Scheduled(request, 390, 1, list(range(1, 60)), True)
     parts = [Scheduled(request, 20, 1, [3, 1, 2, 9], True), long, Scheduled(request, 1, 1, [7], True)]
     step = StepInputs.of(Batch(parts, 3), 8)[0]
@@ -58,7 +58,7 @@ def test_table_has_page_0_past_the_end_of_a_sequence() -> None:
 
 @pytest.mark.parametrize("held", [[HOLE, HOLE, 5, 6], array("i", [HOLE, HOLE, 5, 6])], ids=["list", "pool"])
 def test_holes_of_a_group_have_the_first_page_after_them(held: Sequence[int]) -> None:
-    request = Request("a", list(range(30)), SamplingParams())
+    request = Request(Submission("a", list(range(30)), SamplingParams()))
     parts = [Scheduled(request, 25, 3, [1, 2, 3, 4], True, further_pages=[held])] * 2
     step = StepInputs.of(Batch(parts, 0), 8)[0]
     assert step.on(CPU).page_table.tolist() == [[[1, 2, 3, 4], [5, 5, 5, 6]]] * 2
@@ -69,8 +69,8 @@ def test_model_is_told_how_many_decodes_come_first() -> None:
     """A GPU computes them apart from the chunks; otherwise they take the chunks' larger tiles."""
     model = create_autospec(LoadedModel, instance=True)
     model.device = CPU
-    decode = Request("decode", list(range(9)), SamplingParams())
-    prompt = Request("prompt", list(range(30)), SamplingParams())
+    decode = Request(Submission("decode", list(range(9)), SamplingParams()))
+    prompt = Request(Submission("prompt", list(range(30)), SamplingParams()))
     for parts, expected in (
         ([Scheduled(decode, 8, 1, [3, 1], True)] * 3, 3),
         ([Scheduled(decode, 8, 1, [3, 1], True)] * 2 + [Scheduled(prompt, 0, 13, [5, 0], False)], 2),
@@ -83,7 +83,7 @@ def test_model_is_told_how_many_decodes_come_first() -> None:
 
 def test_pages_of_a_pool_are_those_of_a_list() -> None:
     """And the pool may grow an owner's pages afterwards: the step holds no view of them."""
-    request = Request("a", list(range(40)), SamplingParams())
+    request = Request(Submission("a", list(range(40)), SamplingParams()))
     pool = PagePool(20, 8)
     pool.allocate("other", 7)
     pool.allocate("a", 4)
@@ -97,7 +97,7 @@ def test_pages_of_a_pool_are_those_of_a_list() -> None:
 
 def test_states_of_a_step_are_those_of_its_parts() -> None:
     """A part without an earlier state reads none: its row is -1."""
-    request = Request("a", list(range(40)), SamplingParams())
+    request = Request(Submission("a", list(range(40)), SamplingParams()))
     states = [StatePages([4, 2], [4, 2]), StatePages((), range(5, 7))]
     step = StepInputs.of(Batch([Scheduled(request, 9, 1, [3, 1], True, state=state) for state in states], 1), 8)[0]
     assert step.state_read.tolist() == [[4, 2], [-1, -1]]
@@ -108,7 +108,7 @@ def test_states_of_a_step_are_those_of_its_parts() -> None:
 
 @pytest.mark.parametrize("samples", [False, True])
 def test_wanted_rows_are_those_that_sample(samples: bool) -> None:
-    request = Request("prompt", list(range(30)), SamplingParams())
+    request = Request(Submission("prompt", list(range(30)), SamplingParams()))
     step, rows = StepInputs.of(Batch([Scheduled(request, 0, 8, [1], samples)], 0), 8)
     assert step.on(CPU).wanted.shape == (samples,)
     assert rows == [range(samples)]

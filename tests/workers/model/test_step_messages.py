@@ -12,7 +12,7 @@ from crossdock.workers.model.step_messages import StepReceiver, StepSender
 from crossdock.workers.schedule.request.batch import Batch, EncoderWork, Scheduled, StatePages
 from crossdock.workers.schedule.request.items import Item
 from crossdock.workers.schedule.request.request import Request
-from crossdock.workers.schedule.request.submission import SamplingParams
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 
 PAGE_SIZE = 4
 
@@ -24,7 +24,7 @@ def step_of(parts: list[tuple[str, int, int, list[int]]], num_groups: int = 1) -
     """
     scheduled = []
     for name, start, tokens, pages in parts:
-        request = Request(name, list(range(start + tokens)), SamplingParams())
+        request = Request(Submission(name, list(range(start + tokens)), SamplingParams()))
         further = [pages[group:] + pages[:group] for group in range(1, num_groups)]
         scheduled.append(Scheduled(request, start, tokens, pages, True, further_pages=further))
     return StepInputs.of(Batch(scheduled, 0), PAGE_SIZE)[0], [name for name, *_ in parts]
@@ -63,7 +63,7 @@ def test_any_history_of_steps_is_received(num_groups: int) -> None:
 
 
 def test_pages_of_recurrent_states_are_received() -> None:
-    request = Request("a", list(range(9)), SamplingParams())
+    request = Request(Submission("a", list(range(9)), SamplingParams()))
     states = [StatePages((), [4, 7, 1]), StatePages([2, 3, 5], [2, 3, 5])]
     parts = [Scheduled(request, 0, 9, [0, 8, 6], True, state=state) for state in states]
     sent = StepInputs.of(Batch(parts, 0), PAGE_SIZE)[0]

@@ -205,7 +205,7 @@ class PoolReplica:
     def add(self, submission: Submission) -> None:
         if self.scheduler.table.get(submission.id) is not None:
             self.leave(submission.id, submission.epoch - 1)
-        self.scheduler.add(Request.from_submission(submission, self.world.now))
+        self.scheduler.add(Request(submission, self.world.now))
         self.handover.add(submission)
 
     def leave(self, request_id: str, epoch: int) -> None:

@@ -39,7 +39,7 @@ class TimedReplica:
         self.submit(Submission(name, tokens, sampling, request_id=fields.pop("request_id", name), **fields), alone)
 
     def submit(self, submission: Submission, alone: float = 0.0) -> Request:
-        request = Request.from_submission(submission, self.replica.now)
+        request = Request(submission, self.replica.now)
         self.scheduler.add(request)
         self.timelines.add(submission, request, self.replica.now, alone)
         return request

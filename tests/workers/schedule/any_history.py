@@ -17,11 +17,11 @@ from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.prefixes.awaited import AwaitedPrefix
 from crossdock.workers.schedule.prefixes.loading import PrefixLoad
 from crossdock.workers.schedule.prefixes.tier_pages import PageTier, TierPages
-from crossdock.workers.schedule.request.arriving_tail import ArrivingTail
 from crossdock.workers.schedule.request.batch import Batch
+from crossdock.workers.schedule.request.coming_pages import ArrivingTail
 from crossdock.workers.schedule.request.items import Item
 from crossdock.workers.schedule.request.request import Request, Status
-from crossdock.workers.schedule.request.submission import InvalidField, Leg, Overloaded, SamplingParams
+from crossdock.workers.schedule.request.submission import InvalidField, Leg, Overloaded, SamplingParams, Submission
 from tests.workers.schedule.model_free_replica import (
     CLASSES,
     COST,
@@ -235,12 +235,19 @@ class AnyHistory(RuleBasedStateMachine):
         params = SamplingParams(max_tokens=max(max_tokens, leg is not Leg.LOCAL), ignore_eos=ignore_eos)
         for number in range(1 + others):  # alike but for their last token
             prompt = [*prefix, *tail[:-1], (tail[-1] + number) % 50][:39]
-            moves = {"leg": leg, "epoch": int(leg is not Leg.LOCAL)}
-            new = Request(f"r{self.count}", prompt, params, salt, slo_class, **moves, arrival_time=self.now)
-            new.items, new.tenant = self.items_of(prompt), tenant
-            if self.scheduler.config.prefill_order == "response_ratio":
-                new.priority_in_class = priority
-            self.submit(new, is_offered)
+            submission = Submission(
+                f"r{self.count}",
+                prompt,
+                params,
+                salt,
+                slo_class,
+                priority_in_class=priority if self.scheduler.config.prefill_order == "response_ratio" else 0,
+                tenant=tenant,
+                leg=leg,
+                epoch=int(leg is not Leg.LOCAL),
+                items=self.items_of(prompt),
+            )
+            self.submit(Request(submission, self.now), is_offered)
 
     def submit(self, new: Request, is_offered: bool) -> None:
         self.count += 1
@@ -264,7 +271,7 @@ class AnyHistory(RuleBasedStateMachine):
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
         leg = Leg.LOCAL if self.pages.has_windows else data.draw(st.sampled_from([Leg.LOCAL, Leg.RECEIVE]))
         prompt, name, moves = [*tokens[:34], *tail], f"r{self.count}", leg is not Leg.LOCAL
-        new = Request(name, prompt, params, leg=leg, epoch=int(moves), arrival_time=self.now)
+        new = Request(Submission(name, prompt, params, leg=leg, epoch=int(moves)), self.now)
         self.submit(new, is_offered=moves)
         self.one_step()
 
@@ -313,8 +320,9 @@ class AnyHistory(RuleBasedStateMachine):
 
     def finish_sent(self, request: Request) -> None:
         if self.pages.state_pages:
-            assert self.device.read_state(self.pages.states.newest(request.owner)) == request.prompt_token_ids
-            self.sent[request.owner] = request.prompt_token_ids
+            prompt = request.token_ids[: request.num_prompt_tokens]
+            assert self.device.read_state(self.pages.states.newest(request.owner)) == prompt
+            self.sent[request.owner] = prompt
         self.handoff.finish_sent(request.id)
         self.being_read.add(request.owner)
         del self.live[request.id]
@@ -509,9 +517,9 @@ class AnyHistory(RuleBasedStateMachine):
         self.loads += self.scheduler.loading.take_begun()
         check_step(self.scheduler, batch, self.now)
         computed = [part.request for part in batch.scheduled]
-        assert not [each for each in computed if each.awaits_pages_until > self.now], "pages are computed and loaded"
+        assert not [each for each in computed if each.coming.until > self.now], "pages are computed and loaded"
         for part in batch.scheduled:
-            tail, size = part.request.tail, self.pages.page_size
+            tail, size = part.request.coming.tail, self.pages.page_size
             if tail is not None and part.start < tail.num_pages * size:
                 assert part.start + part.num_tokens <= self.begun_from(tail) * size, "pages are computed and loaded"
         self.embeddings.run(batch)
@@ -555,7 +563,7 @@ class AnyHistory(RuleBasedStateMachine):
                 self.ended.append(done.token_ids)
                 if done.leg is Leg.SEND:
                     self.being_read.add(done.owner)
-                expected = reference_output(done.prompt_token_ids, done.sampling, LONGEST)
+                expected = reference_output(done.submission.prompt_token_ids, done.sampling, LONGEST)
                 assert done.token_ids[done.num_prompt_tokens :] == expected
 
     def land_with(self, name: str) -> None:

@@ -15,8 +15,8 @@ from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.prefixes.tier_pages import TierPages
 from crossdock.workers.schedule.request.batch import Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.request.request import Request, TokenDelta
-from crossdock.workers.schedule.request.slo import SloClass
-from crossdock.workers.schedule.request.submission import Leg, SamplingParams
+from crossdock.workers.schedule.request.slo import DEFAULT_CLASS, SloClass
+from crossdock.workers.schedule.request.submission import Leg, SamplingParams, Submission
 from crossdock.workers.schedule.scheduler import Scheduler
 
 EOS = 0
@@ -120,9 +120,12 @@ def new_scheduler(
     )
 
 
-def new_request(name: str, prompt: Sequence[int], max_tokens: int = 8, **sampling: Any) -> Request:
+def new_request(
+    name: str, prompt: Sequence[int], max_tokens: int = 8, slo_class: str = DEFAULT_CLASS, **sampling: Any
+) -> Request:
     """Return a request that makes exactly `max_tokens` tokens."""
-    return Request(name, list(prompt), SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling))
+    params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, **sampling)
+    return Request(Submission(name, list(prompt), params, slo_class=slo_class))
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,7 +162,8 @@ class ModelFreeReplica:
         if isinstance(prompt, int):
             prompt, fields = [7] * prompt, {"cache_salt": name} | fields
         sampling = SamplingParams(max_tokens=max_tokens, ignore_eos=True)
-        request = Request(name, list(prompt), sampling, slo_class=slo_class, leg=leg, arrival_time=self.now, **fields)
+        submission = Submission(name, list(prompt), sampling, slo_class=slo_class, leg=leg, **fields)
+        request = Request(submission, self.now)
         self.scheduler.add(request)
         return request
 

@@ -212,7 +212,7 @@ AWAITED = [
 TIERS = [
     Fault(
         "page that is loaded may still be computed",
-        "request.arriving_tail",
+        "request.coming_pages",
         "ArrivingTail.claim",
         "self.pending.popleft() + 1",
         "self.pending.popleft() + 2",
@@ -235,8 +235,8 @@ TIERS = [
         "loads of two epochs are mixed up",
         "prefixes.awaited",
         "Awaited._owner",
-        "{request.num_awaited}",
-        "{min(request.num_awaited, 1)}",
+        "{request.coming.num_awaited}",
+        "{min(request.coming.num_awaited, 1)}",
     ),
     Fault(
         "load counts a page that is lost",

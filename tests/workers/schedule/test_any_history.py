@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import rule, run_state_machine_as_test
 
 from crossdock.workers.schedule.request.request import Request
-from crossdock.workers.schedule.request.submission import SamplingParams
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.workers.schedule.any_history import RETURNING, AnyHistory, modes
 
 HISTORIES = settings(max_examples=200, stateful_step_count=40, deadline=None)
@@ -25,7 +25,7 @@ class ReturningHistory(AnyHistory):
     def come_back(self, number: int, tail: int, loaded: int | None) -> None:
         """One more prompt with a prefix that others have evicted since."""
         prompt = [*RETURNING[number], tail]
-        self.submit(Request(f"r{self.count}", prompt, SamplingParams(max_tokens=2), arrival_time=self.now), False)
+        self.submit(Request(Submission(f"r{self.count}", prompt, SamplingParams(max_tokens=2)), self.now), False)
         self.run_steps(4, set(), loaded)
 
     @rule(
@@ -37,7 +37,7 @@ class ReturningHistory(AnyHistory):
         self.end_loads()
         name = f"r{self.count}"
         prompt = [*RETURNING[number], tail]
-        self.submit(Request(name, prompt, SamplingParams(max_tokens=2), arrival_time=self.now), False)
+        self.submit(Request(Submission(name, prompt, SamplingParams(max_tokens=2)), self.now), False)
         self.one_step()
         if self.loads:
             self.end_a_load(filled)
@@ -63,7 +63,8 @@ class ReturningHistory(AnyHistory):
     def wait_twice(self, number: int, tail: int, num_pages: int) -> None:
         """Pages of a prompt stop coming while somebody may still write to them, come from elsewhere, and stop again.
         The first writer ends before the second."""
-        new = Request(f"r{self.count}", [*RETURNING[number], tail], SamplingParams(max_tokens=2), arrival_time=self.now)
+        prompt = [*RETURNING[number], tail]
+        new = Request(Submission(f"r{self.count}", prompt, SamplingParams(max_tokens=2)), self.now)
         self.submit(new, False)
         pages = min(num_pages, (new.num_tokens - 1) // self.pages.page_size)
         for _ in range(2 * (new.id in self.live)):

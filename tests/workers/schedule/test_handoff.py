@@ -1,7 +1,7 @@
 """Requests on two replicas: pages sent, received, granted, taken over."""
 
 from crossdock.workers.schedule.request.request import Request
-from crossdock.workers.schedule.request.submission import Leg, SamplingParams
+from crossdock.workers.schedule.request.submission import Leg, SamplingParams, Submission
 from crossdock.workers.schedule.scheduler import Scheduler
 from tests.workers.schedule.model_free_replica import (
     CLASSES,
@@ -15,11 +15,13 @@ from tests.workers.schedule.model_free_replica import (
 )
 
 
-def pair_request(name: str, num_tokens: int, leg: Leg) -> Request:
+def pair_request(name: str, num_tokens: int, leg: Leg, priority: int = 0) -> Request:
     """Return a request on two replicas, for whose prompt the other one has pages."""
     params = SamplingParams(max_tokens=5, ignore_eos=True)
     is_offered = leg is Leg.RECEIVE
-    return Request(name, [ord(name[0])] * num_tokens, params, leg=leg, epoch=1, is_offered=is_offered)
+    prompt = [ord(name[0])] * num_tokens
+    submission = Submission(name, prompt, params, priority_in_class=priority, leg=leg, epoch=1)
+    return Request(submission, is_offered=is_offered)
 
 
 def granted(scheduler: Scheduler) -> list[str]:
@@ -31,7 +33,7 @@ def test_committed_pages_are_shared_before_the_rest_arrives() -> None:
     scheduler.add(pair_request("a", 30, Leg.RECEIVE))
     scheduler.handoff.grant(0.0)
     scheduler.handoff.commit("a", 16)
-    scheduler.add(Request("b", [ord("a")] * 30, SamplingParams(max_tokens=1)))
+    scheduler.add(Request(Submission("b", [ord("a")] * 30, SamplingParams(max_tokens=1))))
     (part,) = ModelFreeReplica(scheduler).step().batch.scheduled
     assert (part.start, part.num_tokens) == (16, 14)
 
@@ -87,9 +89,7 @@ def test_grants_follow_the_priorities_of_clients() -> None:
     """One that lacks pages keeps back less urgent ones of its class, and no more urgent one."""
     scheduler = new_scheduler(num_pages=26)
     for name, num_tokens, priority in (("a", 30, 1), ("b", 88, 0), ("c", 30, -1)):
-        request = pair_request(name, num_tokens, Leg.RECEIVE)
-        request.priority_in_class = priority
-        scheduler.add(request)
+        scheduler.add(pair_request(name, num_tokens, Leg.RECEIVE, priority))
     assert granted(scheduler) == ["c"]
     scheduler.abort("b")
     assert granted(scheduler) == ["a"]

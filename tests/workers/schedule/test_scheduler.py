@@ -9,7 +9,7 @@ import pytest
 from crossdock.workers.report.presets import preset
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.request.request import FinishReason, Request
-from crossdock.workers.schedule.request.submission import Leg, SamplingParams
+from crossdock.workers.schedule.request.submission import Leg, SamplingParams, Submission
 from crossdock.workers.schedule.table import RequestTable
 from tests.workers.schedule.model_free_replica import (
     CLASSES,
@@ -194,7 +194,7 @@ def test_same_history_gives_the_same_steps() -> None:
 )
 def test_request_ends_at_its_limit_or_stop_token(params: dict[str, Any], tokens: int, reason: FinishReason) -> None:
     scheduler = new_scheduler(max_model_len=20)
-    scheduler.add(Request("a", [1] * 10, SamplingParams(**params)))
+    scheduler.add(Request(Submission("a", [1] * 10, SamplingParams(**params))))
     script = [1, 2, 3, 4, 7, 6, EOS, 1, 7, 1, 1]
     replica = ModelFreeReplica(scheduler, sample=lambda token_ids: script[len(token_ids) - 10])
     deltas = []
@@ -270,7 +270,7 @@ def test_thousands_of_stop_token_ids_cost_no_comparison_per_token() -> None:
     scheduler = new_scheduler(max_num_batched_tokens=32, num_pages=200, max_model_len=400)
     stop_token_ids = tuple(CountedId(token) for token in range(10_000, 15_000))
     sampling = SamplingParams(max_tokens=20, ignore_eos=True, stop_token_ids=stop_token_ids)
-    scheduler.add(Request("a", [1, 2, 3], sampling))
+    scheduler.add(Request(Submission("a", [1, 2, 3], sampling)))
     before = CountedId.num_compared
     ModelFreeReplica(scheduler).run()
     assert CountedId.num_compared - before < 20

@@ -11,7 +11,7 @@ from crossdock.workers.model.layers.llama_layers import NotFusableError, decoder
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.schedule.request.batch import Batch, Scheduled
 from crossdock.workers.schedule.request.request import Request
-from crossdock.workers.schedule.request.submission import SamplingParams
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 
 # Tokens: the long prompt has two tiles of rows, and of context.
 _PAGE_SIZE = 16
@@ -55,7 +55,7 @@ def check_rows(model: LoadedModel) -> None:
     length = min(_LONG, model.max_model_len)
     ids = torch.randint(0, min(model.vocab_size, 1000), (_SHORT + length,), generator=generator).tolist()
     short, long = (
-        Request(f"rows of {len(each)}", each, SamplingParams(prompt_logprobs=0))
+        Request(Submission(f"rows of {len(each)}", each, SamplingParams(prompt_logprobs=0)))
         for each in (ids[:_SHORT], ids[_SHORT:])
     )
 

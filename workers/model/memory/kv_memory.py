@@ -21,7 +21,7 @@ from crossdock.workers.model.sampling.sampler import sample
 from crossdock.workers.schedule.request.batch import Batch, Scheduled, StatePages
 from crossdock.workers.schedule.request.items import Item
 from crossdock.workers.schedule.request.request import Request
-from crossdock.workers.schedule.request.submission import SamplingParams
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 
 logger = logging.getLogger(__name__)
 
@@ -121,7 +121,7 @@ def largest_step(
     num_pages = 0
     for start in range(0, num_tokens, max_model_len):
         length = min(max_model_len, num_tokens - start)
-        request = Request(f"largest-{start}", [0] * length, SamplingParams(prompt_logprobs=0))
+        request = Request(Submission(f"largest-{start}", [0] * length, SamplingParams(prompt_logprobs=0)))
         held = -(-length // page_size)
         pages, *further = (
             range(start, start + held) for start in range(num_pages, num_pages + num_groups * held, held)

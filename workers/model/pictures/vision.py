@@ -120,7 +120,7 @@ class PictureEncoder:
         Raises:
             InvalidField: placeholders and rows do not match, or the grids are not those of the placeholders.
         """
-        ids = np.array(request.prompt_token_ids, np.int64)
+        ids = np.array(request.submission.prompt_token_ids, np.int64)
         end = 0
         is_taken = np.zeros(len(ids), bool)
         places = list[tuple[bytes, NDArray[np.int64]]]()
@@ -183,7 +183,7 @@ class PictureEncoder:
             for name in ("image_grid_thw", "video_grid_thw", "second_per_grid_ts"):
                 if name in item.tensors:
                     given.setdefault(name, []).append(np.atleast_1d(item.tensors[name]))
-        ids = torch.tensor([request.prompt_token_ids])
+        ids = torch.tensor([request.submission.prompt_token_ids])
         tensors = {name: torch.from_numpy(np.concatenate(arrays)) for name, arrays in given.items()}
         try:
             positions, delta = index(ids, mm_token_type_ids=torch.from_numpy(kinds)[None], **tensors)

@@ -256,7 +256,8 @@ def _step_of(
     for number, (start, tokens) in enumerate(wanted):
         name = f"warm-up-{number}"
         token_ids = [(number + place) * 7919 % vocabulary for place in range(start + tokens)]
-        request = Request(name, token_ids, SamplingParams(temperature=0.0, prompt_logprobs=num_alternatives))
+        sampling = SamplingParams(temperature=0.0, prompt_logprobs=num_alternatives)
+        request = Request(Submission(name, token_ids, sampling))
         total = needs.pages(start + tokens)
         pages, *further = (
             _repeated(engine.pages.allocate(name, total if most is None else min(total, most), group), total)

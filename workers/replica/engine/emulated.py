@@ -125,7 +125,7 @@ class TokensByPosition:
 
     def add(self, request: Request) -> None:
         seed = 0 if request.sampling.temperature == 0 else request.sampling.seed
-        self._keys[request.id] = zlib.crc32(array("Q", request.prompt_token_ids).tobytes()) ^ (seed * _MIX)
+        self._keys[request.id] = zlib.crc32(array("Q", request.submission.prompt_token_ids).tobytes()) ^ (seed * _MIX)
 
     def remove(self, request_id: str) -> None:
         self._keys.pop(request_id, None)

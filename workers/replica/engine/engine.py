@@ -149,7 +149,7 @@ class Engine:
         self.executor.check(submission.sampling)
         if grammar is None and submission.sampling.grammar is not None:
             grammar = self.grammars.compile(submission.sampling.grammar, submission.output_token_ids)
-        request = Request.from_submission(submission, self.clock() if arrived is None else arrived)
+        request = Request(submission, self.clock() if arrived is None else arrived)
         request.page_hashes = list(page_hashes)
         pictures = self._locate(request) if request.items else None
         self.scheduler.add(request)

@@ -231,7 +231,7 @@ class StepSampler:
             request = part.request
             if top is None or part.start >= request.num_prompt_tokens or request.num_output_tokens:
                 continue
-            known = request.prompt_token_ids[part.start + 1 : part.start + part.num_tokens + 1]
+            known = request.submission.prompt_token_ids[part.start + 1 : part.start + part.num_tokens + 1]
             own = logits[row.start : row.start + len(known)]
             mode = request.sampling.logprobs_mode
             begun.append((part, PendingLogprobs(own, known, top, as_logits=mode.endswith("logits"))))

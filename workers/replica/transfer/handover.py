@@ -118,7 +118,7 @@ class Handover:
                 continue
             if request.finish_reason is not None:  # its first token was its last: the pages are not needed
                 self._cancel(request.id, Leg.SEND)
-            elif request.num_output_tokens > len(request.output_token_ids):
+            elif request.num_output_tokens > len(request.submission.output_token_ids):
                 result = msgspec.msgpack.encode(request.token_ids[-1])
                 groups = pages_of(self.engine, request.owner)
                 state = tuple(self.engine.pages.states.newest(request.owner))

@@ -163,8 +163,7 @@ class Verification:
         """Learn which of a stream's drafts were accepted, and take back the pages that only rejected drafts needed."""
         self.totals.add(num_drafted, num_accepted)
         self.policy.observe(request.id, num_drafted, num_accepted, request.num_verified_tokens)
-        request.num_drafted_tokens += num_drafted
-        request.num_accepted_tokens += num_accepted
+        request.drafts = request.drafts.plus(num_drafted, num_accepted)
         self._num_accepted += num_accepted
         pages = self.table.pages
         pages.trim(request.owner, self.table.needs.pages(request.num_tokens))
@@ -181,8 +180,7 @@ class Verification:
         if stream.num_verified_tokens and stream.num_verified_tokens > self._most_again:
             return 0
         num_tokens = len(stream.token_ids)  # not by properties: this runs for many streams in every step
-        left = stream.sampling.max_tokens + len(stream.prompt_token_ids) - num_tokens
-        left = min(left, self.table.max_model_len - num_tokens)
+        left = min(stream.most_tokens - num_tokens, self.table.max_model_len - num_tokens)
         return max(min(left - 1, self.policy.config.num_speculative_tokens), 0)
 
     @property

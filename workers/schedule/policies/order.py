@@ -33,7 +33,7 @@ def is_starving(request: Request, now: float, starvation_s: float, tenants: Tena
 
 def turn(request: Request, tenants: Tenants) -> Turn:
     """Return the turn of a request that does not starve."""
-    return (request.priority, tenants.time(request), request.priority_in_class)
+    return (request.priority, tenants.time(request), request.submission.priority_in_class)
 
 
 def before(own: Turn) -> Turn:
@@ -69,7 +69,8 @@ def prefill_reason(request: Request, now: float, work_done: int, starvation_s: f
         return f"waited {now - request.queued_at:.0f} s"
     if request.num_preemptions:
         return "preempted before"
-    priority = f"priority {request.priority_in_class}, " if request.priority_in_class else ""
+    own = request.submission.priority_in_class
+    priority = f"priority {own}, " if own else ""
     return f"{priority}response ratio {response_ratio(request, work_done):.2f}"
 
 

@@ -175,5 +175,5 @@ class Tenants:
         """Charge the tenant of a request, of which other requests may have spent a part."""
         turns = self._turns[request.priority]
         name = request.tenant
-        turns.times[name] = max(turns.times.get(name, 0.0), turns.least) + seconds / request.weight
+        turns.times[name] = max(turns.times.get(name, 0.0), turns.least) + seconds / request.submission.weight
         self.names.charge(name, request.priority, seconds)

@@ -67,10 +67,10 @@ class Awaited:
         needed += table.room_for_outputs() + table.num_growth_pages(request)
         if not pages.block_pool.can_allocate(needed, shared=whole.pages):
             return None
-        request.num_awaited += 1
+        request.coming.num_awaited += 1
         owner = self._owner(request)
         table.awaited[owner] = request
-        request.awaits_pages_until = until
+        request.coming.until = until
         request.expected_cached_tokens = num_pages * pages.page_size
         return AwaitedPrefix(request, owner, hashes, num_cached, *self._allocate(owner, whole, num_missing))
 
@@ -114,7 +114,7 @@ class Awaited:
         else:
             table.pages.release(prefix.owner)
         del table.awaited[prefix.owner]
-        prefix.request.awaits_pages_until = 0.0
+        prefix.request.coming.until = 0.0
 
     def without_waiting(self, prefills: Sequence[Request]) -> list[Request]:
         """Return the prompts that await no pages, neither of their own nor those that come for another prompt."""
@@ -132,9 +132,9 @@ class Awaited:
 
     def patience(self, now: float) -> float | None:
         """Return the seconds until a request waits no longer, whatever has landed; None: no limit."""
-        times = [request.awaits_pages_until for request in self.table.awaited.values()]
+        times = [request.coming.until for request in self.table.awaited.values()]
         return min((until - now for until in times if until > now), default=None)
 
     def _owner(self, request: Request) -> str:
         """Return the owner of the last prefix that a request has waited for; an earlier one may be in quarantine."""
-        return f"{request.owner}+{request.num_awaited}"
+        return f"{request.owner}+{request.coming.num_awaited}"

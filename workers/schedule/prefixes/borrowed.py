@@ -42,7 +42,7 @@ class BorrowedPrefixes:
 
         `longest_s`: seconds without news for which the request waits at most."""
         size = self.table.pages.page_size
-        hashes = request.prefix_hashes(min(request.source_tokens, request.num_tokens - 1), size)
+        hashes = request.prefix_hashes(min(request.submission.source_tokens, request.num_tokens - 1), size)
         num_here = kv.match_prefix(self.table, request).num_pages
         fetch = self._fetches[key] = _Fetch(request, len(hashes), num_here, longest_s)
         self._wait(fetch, now)
@@ -56,7 +56,7 @@ class BorrowedPrefixes:
         num_pages = num_tokens // self.table.pages.page_size
         if fetch is None or not self._seconds_left(fetch, now) or not 0 < num_pages <= fetch.num_pages:
             return None
-        prefix = self.awaited.begin(fetch.request, num_pages, fetch.request.awaits_pages_until)
+        prefix = self.awaited.begin(fetch.request, num_pages, fetch.request.coming.until)
         if prefix is not None and not self._is_one_piece(prefix):
             self.awaited.end(prefix)
             return None
@@ -86,7 +86,7 @@ class BorrowedPrefixes:
         fetch = self._fetches.pop(key, None)
         if fetch is None:
             return False
-        fetch.request.awaits_pages_until = 0.0
+        fetch.request.coming.until = 0.0
         if fetch.prefix is not None:
             self.awaited.end(fetch.prefix, may_be_written)
             if may_be_written:
@@ -123,7 +123,7 @@ class BorrowedPrefixes:
     def _seconds_left(self, fetch: _Fetch, now: float) -> float:
         """Return the seconds until the request stops waiting; 0 where it waits no more."""
         is_waiting = fetch.request.status is Status.WAITING
-        return max(fetch.request.awaits_pages_until - now, 0.0) if is_waiting else 0.0
+        return max(fetch.request.coming.until - now, 0.0) if is_waiting else 0.0
 
     def _wait(self, fetch: _Fetch, now: float) -> None:
         """Set the time at which the request stops waiting, unless there is news by then."""
@@ -132,4 +132,4 @@ class BorrowedPrefixes:
         if fetch.num_pages > fetch.num_here:
             tokens = fetch.num_here * size, fetch.num_pages * size
             seconds = min(self.forecast.compute_seconds(fetch.request, *tokens), seconds)
-        fetch.request.awaits_pages_until = now + seconds
+        fetch.request.coming.until = now + seconds

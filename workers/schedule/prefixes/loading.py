@@ -18,7 +18,7 @@ from crossdock.workers.schedule.memory.prefix_index import MISSING, PrefixIndex
 from crossdock.workers.schedule.prefixes.awaited import Awaited, AwaitedPrefix
 from crossdock.workers.schedule.prefixes.split_point import meet, split_point_page
 from crossdock.workers.schedule.prefixes.tier_pages import PageKey, PageTier, TierPages
-from crossdock.workers.schedule.request.arriving_tail import ArrivingTail
+from crossdock.workers.schedule.request.coming_pages import ArrivingTail
 from crossdock.workers.schedule.request.page_hashes import PageHash
 from crossdock.workers.schedule.request.request import Request, Status
 from crossdock.workers.schedule.request.submission import Leg
@@ -142,15 +142,16 @@ class TierLoading:
         Others may pass it as they do in a step.
         """
         for request in prefills:
-            if request.tail is not None and 0 < request.awaits_pages_until <= self.table.now:
-                self._give_up(request, request.tail)
+            own = request.coming
+            if own.tail is not None and 0 < own.until <= self.table.now:
+                self._give_up(request, own.tail)
         self.take_back()
         if not self._has_pages:
             return
         waiting = [each for each in prefills if each.status is Status.WAITING and not self.table.awaits_pages(each)]
         coming = self.awaited.pages_coming(prefills)
         startable = Startable(self.table)
-        for request in [each for each in waiting if not each.is_looked_up][:_MOST_LOOKS]:
+        for request in [each for each in waiting if not each.coming.is_looked_up][:_MOST_LOOKS]:
             page = kv.next_page(self.table, request)
             if page in coming or not startable.may_start(request):
                 continue
@@ -163,7 +164,7 @@ class TierLoading:
         """Compute the pages of a tail that has not landed in time."""
         if tail.num_pending:
             tail.page_s = _NEVER_S
-            request.awaits_pages_until = 0.0
+            request.coming.until = 0.0
         elif not self.table.keeps_pages(request):
             self.table.preempt(request)  # all other pages may still be written to
 
@@ -188,7 +189,7 @@ class TierLoading:
         if load.tail is None:
             return request.status is Status.WAITING and self.table.awaits_pages(request)
         is_computed = request.status is not Status.FINISHED or request.num_in_flight_tokens > 0
-        return request.tail is load.tail and is_computed
+        return request.coming.tail is load.tail and is_computed
 
     def end(self, load: PrefixLoad) -> None:
         """End a load: nothing writes to its pages any more."""
@@ -203,9 +204,9 @@ class TierLoading:
         self.awaited.end(load.prefix)
         request = load.prefix.request
         tail = load.tail
-        if tail is not None and request.tail is tail:
+        if tail is not None and request.coming.tail is tail:
             if request.status is Status.WAITING:
-                request.tail = None  # all pages have landed, or are computed
+                request.coming.tail = None  # all pages have landed, or are computed
             else:
                 meet(self.table, request)
 
@@ -232,7 +233,8 @@ class TierLoading:
     def _look_up(self, request: Request) -> Literal["", "pages", "slot"]:
         """Begin to load what tiers have for a prompt, where that is sooner. Returns what the prompt lacks for that."""
         table = self.table
-        request.is_looked_up = True
+        coming = request.coming
+        coming.is_looked_up = True
         if not kv.may_share(table, request) or self.awaited.is_arriving(request):
             return ""
         found = self._find(request)
@@ -244,14 +246,14 @@ class TierLoading:
         num_missing = found.num_pages - found.num_cached
         until = table.now + min(found.compute_s, _LONGEST_WAIT_S)
         prefix = self.awaited.begin(request, found.num_pages, until) if has_slot else None
-        request.is_looked_up = prefix is not None
+        coming.is_looked_up = prefix is not None
         if prefix is not None:
             if found.meets_at > found.num_cached and len(prefix.empty) == num_missing:
                 page_s = found.load_s / num_missing
-                request.awaits_pages_until = 0.0
-                request.tail = ArrivingTail(prefix.owner, found.num_pages, page_s, found.num_cached)
-            load_s = found.loaded_s if request.tail is not None else found.load_s
-            load = self._underway[prefix.owner] = PrefixLoad(prefix, self._to_load(prefix), load_s, request.tail)
+                coming.until = 0.0
+                coming.tail = ArrivingTail(prefix.owner, found.num_pages, page_s, found.num_cached)
+            load_s = found.loaded_s if coming.tail is not None else found.load_s
+            load = self._underway[prefix.owner] = PrefixLoad(prefix, self._to_load(prefix), load_s, coming.tail)
             self._begun.append(load)
             self._queued_s += load_s
         return "" if prefix is not None else "pages" if has_slot else "slot"

@@ -33,7 +33,7 @@ def chunk_within(table: RequestTable, forecast: Forecast, request: Request, star
     """Return how many of the `num_tokens` tokens from `start` on to compute, and take their pages.
 
     0: the rest is loaded sooner. The request then waits for it, at most for as long as computing would take."""
-    tail = request.tail
+    tail = request.coming.tail
     size = table.pages.page_size
     if tail is None or not num_tokens or start >= tail.num_pages * size:
         return num_tokens
@@ -45,17 +45,17 @@ def chunk_within(table: RequestTable, forecast: Forecast, request: Request, star
     end = min(end, tail.claim(min(computed, end // size)) * size)
     if end <= start and not table.awaits_pages(request):
         seconds = forecast.compute_seconds(request, start, tail.num_pages * size)
-        request.awaits_pages_until = table.now + seconds
+        request.coming.until = table.now + seconds
     return max(end - start, 0)
 
 
 def meet(table: RequestTable, request: Request) -> None:
     """Let a request go on after the pages that have landed, if its tokens before these are computed."""
-    tail = request.tail
+    tail = request.coming.tail
     size = table.pages.page_size
     if tail is None or tail.landed_from is None or request.num_in_flight_tokens:
         return
     if request.num_computed_tokens >= tail.landed_from * size:
         request.num_cached_tokens += max(tail.num_pages * size - request.num_computed_tokens, 0)
         request.num_computed_tokens = max(tail.num_pages * size, request.num_computed_tokens)
-        request.tail = None
+        request.coming.tail = None

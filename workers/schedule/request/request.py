@@ -1,18 +1,18 @@
 """The nouns that all rooms use: a request, made from a submission, and the tokens that it gets."""
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from enum import Enum
 from math import inf
+from typing import NamedTuple
 
 from msgspec import Struct
 
 from crossdock.workers.schedule.cost.cost import NO_ADAPTERS, AdapterWork
-from crossdock.workers.schedule.request.arriving_tail import ArrivingTail
-from crossdock.workers.schedule.request.items import NO_ITEMS, Item
+from crossdock.workers.schedule.request.coming_pages import ComingPages
+from crossdock.workers.schedule.request.items import Item
 from crossdock.workers.schedule.request.page_hashes import PageHash, hash_pages
-from crossdock.workers.schedule.request.slo import DEFAULT_CLASS
-from crossdock.workers.schedule.request.submission import Adapter, Leg, SamplingParams, Submission, salt_with
+from crossdock.workers.schedule.request.submission import Adapter, Leg, SamplingParams, Submission
 
 
 class Status(Enum):
@@ -77,37 +77,40 @@ class TokenDelta(Struct, gc=False, omit_defaults=True):
     weights: str = ""  # name of the weights that made the tokens, where an update has replaced those of the start
 
 
+class DraftCounts(NamedTuple):
+    """How many of a request's drafts steps have verified, and how many of these they accepted."""
+
+    drafted: int = 0
+    accepted: int = 0
+
+    def plus(self, drafted: int, accepted: int) -> "DraftCounts":
+        """Return the counts with those of one more step."""
+        return DraftCounts(self.drafted + drafted, self.accepted + accepted)
+
+
+NO_DRAFTS = DraftCounts()
+
+
 @dataclass(slots=True, eq=False)
 class Request:
     """A submission and how far the engine has come with it.
 
     There is no prefill phase: each step computes tokens until `num_computed_tokens` equals `num_tokens`. Only
-    workers/schedule changes a request.
+    workers/schedule changes a request. What the client and the ingress ask for stands in `submission`. Fields with the
+    names of its fields are copies, because steps read them often; of these, only `leg` changes.
     """
 
-    id: str
-    prompt_token_ids: list[int]
-    sampling: SamplingParams
-    cache_salt: str = ""
-    slo_class: str = DEFAULT_CLASS
-    priority_in_class: int = 0
-    is_promised: bool = True  # as in `Submission`
-    tenant: str = ""  # as in `Submission`
-    weight: float = 1.0  # as in `Submission`
-    output_token_ids: Sequence[int] = ()  # made on another replica, before the request came here
-    leg: Leg = Leg.LOCAL
-    epoch: int = 0
-    may_refuse: bool = True
-    waited_s: float = 0.0  # seconds that the client had waited at `arrival_time`
-    items: Sequence[Item] = NO_ITEMS  # as in `Submission`
-    adapter: Adapter | None = None  # as in `Submission`
-    weights: str = ""  # as in `Submission`
-    awaits_pages_until: float = 0.0  # while waiting: time up to which it waits for pages from elsewhere, see awaited.py
-    is_looked_up: bool = False  # while waiting: in the tiers below the pool
-    tail: ArrivingTail | None = None  # pages that are loaded while it computes those before
-    source_tokens: int = 0  # as in `Submission`
-    num_awaited: int = 0  # prefixes from elsewhere that it has waited for
+    submission: Submission
     arrival_time: float = 0.0  # seconds, on the scheduler's clock
+    id: str = field(init=False)
+    epoch: int = field(init=False)
+    sampling: SamplingParams = field(init=False)
+    tenant: str = field(init=False)
+    items: Sequence[Item] = field(init=False)
+    adapter: Adapter | None = field(init=False)
+    leg: Leg = field(init=False)  # the submission's, until the other replica is lost
+    num_prompt_tokens: int = field(init=False)
+    coming: ComingPages = field(default_factory=ComingPages)  # from elsewhere; workers/schedule/prefixes changes it
     priority: int = 0  # of its class; 0 is the most urgent
     arrival_work: int = 0  # prompt tokens the scheduler had scheduled when the request arrived
     queued_at: float = 0.0  # when the request last began to wait: at arrival, or when preempted
@@ -129,27 +132,32 @@ class Request:
     num_cached_tokens: int = 0  # computed tokens found in the prefix index at first admission
     num_preemptions: int = 0
     charged_s: float = 0.0  # predicted seconds that were charged to its tenant
-    num_drafted_tokens: int = 0  # drafts that steps have verified
-    num_accepted_tokens: int = 0  # drafts that were accepted
+    drafts: DraftCounts = NO_DRAFTS
     page_hashes: list[PageHash] = field(default_factory=list)  # of the full pages of token_ids, as far as computed
 
     def __post_init__(self) -> None:
-        self.token_ids = [*self.prompt_token_ids, *self.output_token_ids]
-        self.most_tokens = len(self.prompt_token_ids) + self.sampling.max_tokens
+        submission = self.submission
+        self.id = submission.id
+        self.epoch = submission.epoch
+        self.sampling = submission.sampling
+        self.tenant = submission.tenant
+        self.items = submission.items
+        self.adapter = submission.adapter
+        self.leg = submission.leg
+        self.num_prompt_tokens = len(submission.prompt_token_ids)
+        self.token_ids = [*submission.prompt_token_ids, *submission.output_token_ids]
+        self.most_tokens = self.num_prompt_tokens + self.sampling.max_tokens
         self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
         self.owner = self.owner_name(self.id, self.epoch)
 
-    @classmethod
-    def from_submission(cls, submission: Submission, now: float) -> "Request":
-        """Create the request of a submission that arrives at `now`."""
-        shared = {name: getattr(submission, name) for name in _OF_SUBMISSION}
-        shared["prompt_token_ids"] = list(submission.prompt_token_ids)
-        return cls(**shared, arrival_time=now)
+    @property
+    def slo_class(self) -> str:
+        return self.submission.slo_class
 
     @property
     def urgency(self) -> tuple[int, int]:
         """Return the priority of the class and the request's own in that class. The lower value is more urgent."""
-        return (self.priority, self.priority_in_class)
+        return (self.priority, self.submission.priority_in_class)
 
     @staticmethod
     def owner_name(request_id: str, epoch: int) -> str:
@@ -159,7 +167,7 @@ class Request:
     def prefix_hashes(self, num_tokens: int, page_size: int) -> Sequence[PageHash]:
         """Return the hashes of the full pages among the first `num_tokens` tokens; each page is hashed once."""
         if len(self.page_hashes) < self.num_tokens // page_size:
-            salt = salt_with(self.cache_salt, self.adapter, self.weights)
+            salt = self.submission.page_salt
             self.page_hashes = hash_pages(self.token_ids, page_size, salt, self.page_hashes, self.items)
         return self.page_hashes[: num_tokens // page_size]
 
@@ -169,16 +177,12 @@ class Request:
         return 0 if self.adapter is None else self.adapter.num_weights
 
     @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt_token_ids)
-
-    @property
     def num_tokens(self) -> int:
         return len(self.token_ids)
 
     @property
     def num_output_tokens(self) -> int:
-        return len(self.token_ids) - len(self.prompt_token_ids)
+        return len(self.token_ids) - self.num_prompt_tokens
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -198,7 +202,7 @@ class Request:
         """Return whether all tokens but the newest are computed or verified, and the newest was sampled."""
         num_tokens = len(self.token_ids)  # not by the properties above: this runs for every request in every step
         num_left = num_tokens - self.num_computed_tokens - self.num_verified_tokens
-        return num_left == 1 and num_tokens > len(self.prompt_token_ids)
+        return num_left == 1 and num_tokens > self.num_prompt_tokens
 
 
 def adapter_work(streams: Iterable[Request]) -> AdapterWork:
@@ -208,6 +212,3 @@ def adapter_work(streams: Iterable[Request]) -> AdapterWork:
         return NO_ADAPTERS
     each = {adapter.fingerprint: adapter.num_weights for adapter in own}
     return AdapterWork(sum(each.values()), sum([adapter.num_weights for adapter in own]))
-
-
-_OF_SUBMISSION = [each.name for each in fields(Submission) if each.name in Request.__dataclass_fields__]

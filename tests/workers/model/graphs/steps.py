@@ -46,7 +46,7 @@ class PagedStep:
         self.pool = self.model.pool.tensor
         self.pool.fill_(float("nan"))
         spare = iter((torch.randperm(64 * num_groups - 1, generator=generator) + 1).tolist())
-        requests = [Request(f"{i}", prompt.tolist(), SamplingParams()) for i, prompt in enumerate(prompts)]
+        requests = [Request(Submission(f"{i}", prompt.tolist(), SamplingParams())) for i, prompt in enumerate(prompts)]
         pages = [
             [[next(spare) for _ in range(-(-len(prompt) // PAGE_SIZE))] for _ in range(num_groups)]
             for prompt in prompts

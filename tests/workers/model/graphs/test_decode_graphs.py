@@ -19,7 +19,7 @@ from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.schedule.request.batch import Batch, Scheduled
 from crossdock.workers.schedule.request.request import Request
-from crossdock.workers.schedule.request.submission import SamplingParams
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.graphs.steps import PAGE_SIZE, PagedStep
@@ -93,7 +93,7 @@ def test_recorded_steps_give_same_logits_from_fixed_addresses() -> None:
 def test_steps_with_chunks_or_unwanted_rows_are_not_covered() -> None:
     decodes = decodes_of(build("llama", {}))
     recorded = DecodeGraphs(decodes.model, PAGE_SIZE, 6, lambda run: run)
-    request = Request("chunk", list(range(30)), SamplingParams())
+    request = Request(Submission("chunk", list(range(30)), SamplingParams()))
 
     def step(*parts: Scheduled) -> StepInputs:
         return StepInputs.of(Batch(parts, 0), PAGE_SIZE)[0]

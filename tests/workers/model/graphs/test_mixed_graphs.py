@@ -149,8 +149,8 @@ def test_streams_with_as_many_drafts_as_the_policy_allows_are_recorded_beside_a_
     while len(lengths) < most_streams and rows > 1:
         lengths.append(min(drafts, rows - 1))
         rows -= 1 + lengths[-1]
-    request = Request("a", list(range(300)), SamplingParams())
-    stream = Request("b", list(range(21)), SamplingParams())
+    request = Request(Submission("a", list(range(300)), SamplingParams()))
+    stream = Request(Submission("b", list(range(21)), SamplingParams()))
     parts = [Scheduled(stream, 20, 1 + n, list(range(40)), True, drafts=[5] * n) for n in lengths]
     chunk = Scheduled(request, 8, 64, list(range(40)), True)
     for more in ([], [chunk]):
@@ -162,8 +162,8 @@ def test_step_that_no_graph_has_room_for_is_not_covered() -> None:
     step = PagedStep(build("llama", {}), TORCH, STEPS[0])
     recorded = MixedGraphs(step.model, PAGE_SIZE, 6, 40, lambda run: run)
     assert recorded.most_tokens == 40
-    request = Request("a", list(range(60)), SamplingParams())
-    scored = Request("a", list(range(60)), SamplingParams(prompt_logprobs=0))
+    request = Request(Submission("a", list(range(60)), SamplingParams()))
+    scored = Request(Submission("a", list(range(60)), SamplingParams(prompt_logprobs=0)))
 
     def covers(*parts: tuple[int, int], request: Request = request) -> bool:
         scheduled = [Scheduled(request, start, tokens, list(range(8)), True) for start, tokens in parts]

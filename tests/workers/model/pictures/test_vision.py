@@ -20,7 +20,7 @@ from crossdock.workers.model.pictures.vision import why_text_alone
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.schedule.request.batch import Batch, EncoderWork, Scheduled
 from crossdock.workers.schedule.request.request import Request
-from crossdock.workers.schedule.request.submission import InvalidField, SamplingParams
+from crossdock.workers.schedule.request.submission import InvalidField, SamplingParams, Submission
 from tests.sweeps import rest_in_soak
 from tests.workers.model.paged import random_steps
 from tests.workers.multimodal import (
@@ -43,7 +43,8 @@ def requests_of(model: LoadedModel, prompts: Sequence[PicturePrompt]) -> list[Re
     assert model.encoder is not None
     params = SamplingParams(prompt_logprobs=0)
     requests = [
-        Request(str(number), prompt.token_ids, params, items=prompt.items) for number, prompt in enumerate(prompts)
+        Request(Submission(str(number), prompt.token_ids, params, items=prompt.items))
+        for number, prompt in enumerate(prompts)
     ]
     for request in requests:
         model.encoder.add(request.id, model.encoder.locate(request))

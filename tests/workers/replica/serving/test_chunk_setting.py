@@ -11,7 +11,7 @@ from crossdock.workers.replica.serving import replica
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.request.batch import Batch, Scheduled
 from crossdock.workers.schedule.request.request import Request
-from crossdock.workers.schedule.request.submission import SamplingParams
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 
 COST = StepCost(base=0.01, per_prefill_token=0.001, per_attended=0, per_decode=0, per_context=0)
 
@@ -35,7 +35,7 @@ def log() -> Iterator[StringIO]:
 @pytest.mark.parametrize("is_on", [True, False])
 def test_log_of_a_replica_has_a_line_for_each_chunk_where_the_setting_is_on(log: StringIO, is_on: bool) -> None:
     replica._log_where_serve_does(with_chunks=is_on)
-    request = Request("long", [7] * 10_000, SamplingParams())
+    request = Request(Submission("long", [7] * 10_000, SamplingParams()))
     chunks = [Scheduled(request, 0, 4096, (), False), Scheduled(request, 8192, 1808, (), True)]
     for chunk in chunks:
         log_chunks(Batch([chunk], 0, "token budget"), COST, 4.2)

@@ -38,8 +38,8 @@ def run(cost: StepCost, slo_class: str, spread: float, streams: int, seconds: fl
     def add(name: str, length: int) -> None:
         number = next(numbers)
         prompt = [number % 40_000 + 1, *noise.choices(range(1, 40_000), k=17)]
-        request = new_request(f"{name} {number}", prompt, length)
-        request.slo_class, request.arrival_time = name, now
+        request = new_request(f"{name} {number}", prompt, length, slo_class=name)
+        request.arrival_time = now
         scheduler.add(request)
 
     while now < seconds:

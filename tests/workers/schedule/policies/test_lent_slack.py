@@ -13,7 +13,7 @@ from crossdock.workers.schedule.forecast import Forecast
 from crossdock.workers.schedule.policies import pace
 from crossdock.workers.schedule.policies.pace import LENT_KNEE, LONGEST_GAP, MOST_LENT, lent_due
 from crossdock.workers.schedule.request.request import Request
-from crossdock.workers.schedule.request.submission import SamplingParams
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.workers.schedule.model_free_replica import CLASSES, COST, ModelFreeReplica, new_timed_replica
 
 
@@ -126,7 +126,7 @@ def test_stream_lends_only_what_it_is_ahead_of_its_mean(
     """`early`: seconds before its mean at which the next token is due."""
     mean_due = first + num_outputs * tpot
     for due in (mean_due - early, mean_due + early):
-        stream = Request("s", [1], SamplingParams(), output_token_ids=[2] * num_outputs, due=due)
+        stream = Request(Submission("s", [1], SamplingParams(), output_token_ids=[2] * num_outputs), due=due)
         assert lent_due(stream, tpot) == due, "a stream that has made no token here has no mean yet"
         stream.paced_from = first - tpot
         lent = lent_due(stream, tpot)

@@ -5,11 +5,12 @@ from typing import Any
 from crossdock.workers.schedule.policies.order import order_prefills, prefill_reason
 from crossdock.workers.schedule.policies.tenants import Tenants
 from crossdock.workers.schedule.request.request import Request
-from crossdock.workers.schedule.request.submission import SamplingParams
+from crossdock.workers.schedule.request.submission import Submission
 
 
-def new_prompt(name: str, num_tokens: int, **fields: Any) -> Request:
-    return Request(name, [1] * num_tokens, SamplingParams(), **fields)
+def new_prompt(name: str, num_tokens: int, priority_in_class: int = 0, **fields: Any) -> Request:
+    submission = Submission(name, [1] * num_tokens, priority_in_class=priority_in_class)
+    return Request(submission, **fields)
 
 
 def test_classes_come_before_ratios() -> None:

@@ -8,14 +8,14 @@ from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.policies.pace import next_due, skip_decodes
 from crossdock.workers.schedule.request.batch import SampledToken
 from crossdock.workers.schedule.request.request import Request
-from crossdock.workers.schedule.request.submission import SamplingParams
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.workers.schedule.model_free_replica import new_request, new_scheduler
 
 COST = StepCost(base=6e-3, per_prefill_token=5e-4, per_attended=5e-8, per_decode=8e-4, per_context=1.5e-7)
 
 
 def new_stream(name: str, priority: int, due: float, context: int = 100) -> Request:
-    return Request(name, [7] * context, SamplingParams(), priority=priority, due=due)
+    return Request(Submission(name, [7] * context, SamplingParams()), priority=priority, due=due)
 
 
 def test_no_stream_skips_while_there_is_time() -> None:
@@ -42,9 +42,11 @@ def test_stream_near_its_own_deadline_does_not_skip() -> None:
 def test_stream_of_a_pipeline_skips_only_for_those_in_its_step(depth: int) -> None:
     """A step of all nine streams takes 13 ms, one of half of them 10 ms."""
     scheduler = new_scheduler(cost=COST, depth=depth, max_num_seqs=16, max_num_batched_tokens=64)
-    streams = [new_request("a", [1, 2, 3], 20), *(new_request(f"b{number}", [number] * 3, 20) for number in range(8))]
+    streams = [
+        new_request("a", [1, 2, 3], 20, slo_class="interactive"),
+        *(new_request(f"b{number}", [number] * 3, 20, slo_class="batch") for number in range(8)),
+    ]
     for stream in streams:
-        stream.slo_class = "interactive" if stream.id == "a" else "batch"
         scheduler.add(stream)
     batch = scheduler.schedule(0.0)
     scheduler.update(batch, {stream.id: SampledToken(5) for stream in streams}, 0.01)

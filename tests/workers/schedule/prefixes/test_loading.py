@@ -6,7 +6,7 @@ import pytest
 
 from crossdock.workers.schedule.prefixes.loading import PrefixLoad
 from crossdock.workers.schedule.prefixes.tier_pages import PageKey, PageTier, ReturnShare, TierPages
-from crossdock.workers.schedule.request.arriving_tail import ArrivingTail
+from crossdock.workers.schedule.request.coming_pages import ArrivingTail
 from tests.workers.schedule.model_free_replica import COST, ModelFreeReplica, chunk_sizes, new_timed_replica
 
 PROMPT = [*range(1, 43)]  # ten full pages of four tokens, and two tokens

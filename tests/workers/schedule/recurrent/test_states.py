@@ -86,9 +86,7 @@ def test_preempted_prompt_continues_from_its_own_state() -> None:
     replica.step()
     (request,) = replica.scheduler.table.running
     assert request.num_computed_tokens == 40
-    urgent = new_request("urgent", [5] * 40, 1)
-    urgent.slo_class = "interactive"
-    replica.scheduler.add(urgent)
+    replica.scheduler.add(new_request("urgent", [5] * 40, 1, slo_class="interactive"))
     replica.step()
     assert request.num_preemptions == 1
     replica.run()

@@ -1,4 +1,4 @@
-"""The last pages of a prefix, filled from the end by somebody else while their request computes those before."""
+"""The pages of a prefix that come for a request from elsewhere: from a tier below the pool, or from another replica."""
 
 from collections import deque
 from dataclasses import dataclass, field
@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 
 @dataclass(slots=True, eq=False)
 class ArrivingTail:
-    """The numbers of pages that neither side has begun with. Who fills takes the last one, who computes the first.
+    """The last pages of a prefix, filled from the end by somebody else while their request computes those before.
+
+    `pending` are those that neither side has begun with. Who fills takes the last one, who computes the first.
 
     Both may do so at the same time, in two threads: each call of the deque is atomic.
     """
@@ -42,3 +44,19 @@ class ArrivingTail:
             return self.pending.pop()
         except IndexError:
             return None
+
+
+@dataclass(slots=True, eq=False)
+class ComingPages:
+    """Tells until when a request waits for pages from elsewhere, and which come while it computes others."""
+
+    until: float = 0.0  # while waiting: time up to which it waits for them, see awaited.py
+    is_looked_up: bool = False  # while waiting: in the tiers below the pool
+    tail: ArrivingTail | None = None  # pages that are loaded while it computes those before
+    num_awaited: int = 0  # prefixes from elsewhere that it has waited for
+
+    def forget(self) -> None:
+        """Wait for none: the request begins again."""
+        self.until = 0.0
+        self.is_looked_up = False
+        self.tail = None
