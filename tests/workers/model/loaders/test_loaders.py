@@ -129,8 +129,8 @@ def test_file_that_is_cut_short_while_it_is_read_is_refused(
     file = tmp_path / "model.safetensors"
     check = weights.check_tensors
 
-    def cut_short(*args: Any) -> Any:
-        found = check(*args)
+    def cut_short(*args: Any, **options: Any) -> Any:
+        found = check(*args, **options)
         with file.open("r+b") as opened:
             opened.truncate(file.stat().st_size - 5000)
         return found
