@@ -14,7 +14,7 @@ _SEARCH = ("--help=", "-h=")
 
 
 def asks_for_help(args: Sequence[str]) -> bool:
-    """Report whether the arguments of a command ask for its help, or for a part of the help."""
+    """Return whether arguments of a command ask for all of its help, or search the help for a word."""
     return any(arg in ("-h", "--help") or arg.startswith(_SEARCH) for arg in args)
 
 

@@ -59,7 +59,7 @@ class Pace:
         return max(int(recent), _LEAST * max(self._num_replicas(), 1))
 
     async def enter(self, owner: str, request_id: str) -> None:
-        """Wait until the line of a request may begin. From then on it waits for its first token, until `leave`."""
+        """Wait until a line may begin. Its request then counts as one that waits for its first token."""
         place: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         entry = request_id, place
         self._queues.setdefault(owner, deque()).append(entry)
@@ -83,7 +83,7 @@ class Pace:
         self._admit()
 
     def _taken(self, request_id: str) -> None:
-        """Note that a line no longer waits for its first token."""
+        """Count a request no longer as one that waits for its first token."""
         if request_id in self._waiting:
             self._waiting.discard(request_id)
             self._num_waiting -= Counter({self._owners[request_id]: 1})  # an owner without any is not kept

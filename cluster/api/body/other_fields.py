@@ -77,7 +77,7 @@ REFUSED: Mapping[str, RefusedField] = {
     "suffix": RefusedField("write the prompt in the model's own fill-in-the-middle format", ("",)),
     "thinking_token_budget": RefusedField("completions are text alone; use /v1/chat/completions", (-1,)),
     "use_beam_search": RefusedField("use 'n' with a temperature", (False,)),
-    "verbosity": RefusedField("completions have no template; ask for it in the prompt", ("medium",)),
+    "verbosity": RefusedField("completions have no template; ask for short or long answers in the prompt", ("medium",)),
     "vllm_xargs": RefusedField("there are no extensions that would read it", ({},)),
     "watermarking": RefusedField("answers have no watermark", (False,)),
     "web_search_options": RefusedField("search yourself, and put what you find into the messages"),

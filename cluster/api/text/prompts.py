@@ -251,7 +251,7 @@ class PromptEncoder:
         return unread
 
     def _template(self, body: ChatCompletionRequest | TokenizeRequest, tools: list[dict[str, Any]] | None) -> str:
-        """Return the chat template of a request with these tools. ValueError: the model has none for it."""
+        """Return the chat template for a request with these tools. ValueError: the model has no such template."""
         return self._tokenizer.template_for(
             body.chat_template, has_tools=tools is not None, has_documents=bool(body.documents)
         )
