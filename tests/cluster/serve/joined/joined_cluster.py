@@ -24,7 +24,9 @@ from tests.cluster.watch.terminal import COMMAND
 from tests.waiting import eventually
 
 RAY = Path(sys.executable).with_name("ray")
+PATIENT_RAY = Path(__file__).with_name("patient_ray.py")
 GREETING = "hello of team B"
+NUM_STARTS = 3
 
 
 @dataclass
@@ -124,23 +126,14 @@ def joined_cluster() -> Iterator[JoinedCluster]:
         "RAY_TMPDIR": folder,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
+        "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "240",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # "no": all ports on loopback
     }
-    ports = {name: free_port() for name in ("port", "dashboard-port", "dashboard-agent-listen-port")}
-    flags = [f"--{name}={port}" for name, port in ports.items()]
-    flags += ["--min-worker-port=0", "--max-worker-port=0", f"--ray-client-server-port={free_port()}"]
-    flags += ["--node-ip-address=127.0.0.1", "--num-cpus=16", "--object-store-memory=80000000", "--disable-usage-stats"]
-    joining = environment | {"RAY_ADDRESS": f"127.0.0.1:{ports['port']}"}
     with ExitStack() as stack:
-        log = Path(folder, "head.log")
-        with log.open("w") as output:
-            head = subprocess.Popen(
-                [RAY, "start", "--head", *flags, "--block"], env=environment, stdout=output, stderr=output
-            )
         stack.callback(shutil.rmtree, folder)
-        stack.callback(_end, head)
-        eventually(lambda: "Ray runtime started" in log.read_text() or head.poll() is not None, log.read_text, 120)
-        assert head.poll() is None, log.read_text()
+        head, ports = _head(environment, Path(folder, "head.log"))
+        stack.callback(_end, head, folder)
+        joining = environment | {"RAY_ADDRESS": f"127.0.0.1:{ports['port']}"}
         port = free_port()
         driver = stack.enter_context(
             subprocess.Popen(
@@ -159,15 +152,54 @@ def joined_cluster() -> Iterator[JoinedCluster]:
         yield JoinedCluster(joining, port, f"http://127.0.0.1:{ports['dashboard-port']}", team)
 
 
-def _end(head: subprocess.Popen[bytes]) -> None:
-    """Kill all processes of a cluster. Asked to end, they take half a minute."""
-    family = psutil.Process(head.pid).children(recursive=True)
-    head.kill()
-    head.wait()
+def _head(environment: dict[str, str], log: Path) -> tuple[subprocess.Popen[bytes], dict[str, int]]:
+    """Start a cluster's head. Return its process, and its ports by the names of their flags.
+
+    A client may have taken a port meanwhile, which is not what a test looks for: a start that ended is tried again, on
+    other ports.
+    """
+    said = []
+    for _ in range(NUM_STARTS):
+        ports = {name: free_port() for name in ("port", "dashboard-port", "dashboard-agent-listen-port")}
+        head = _start(environment, log, ports)
+        if head.poll() is None:
+            return head, ports
+        said.append(log.read_text())
+        _end(head, log.parent)
+    raise AssertionError(f"Ray did not start in {NUM_STARTS} tries: {said}")
+
+
+def _start(environment: dict[str, str], log: Path, ports: dict[str, int]) -> subprocess.Popen[bytes]:
+    """Start a head, and wait until it says that it runs, or has ended."""
+    flags = [f"--{name}={port}" for name, port in ports.items()]
+    flags += ["--min-worker-port=0", "--max-worker-port=0", "--node-ip-address=127.0.0.1"]
+    flags += ["--num-cpus=16", "--object-store-memory=80000000", "--disable-usage-stats", "--block"]
+    with log.open("w") as output:
+        command = [sys.executable, PATIENT_RAY, "start", "--head", *flags]
+        head = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+    try:
+        eventually(lambda: "Ray runtime started" in log.read_text() or head.poll() is not None, log.read_text, 240)
+    except AssertionError:
+        _end(head, log.parent)
+        raise
+    return head
+
+
+def _end(head: subprocess.Popen[bytes], folder: str | Path) -> None:
+    """Kill all processes of a cluster: those below its head, and those that a head which has ended left.
+
+    Asked to end, they take half a minute.
+    """
+    family = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):  # ended since it was listed
+            if process.pid == head.pid or any(str(folder) in part for part in process.cmdline()):
+                family += [process, *process.children(recursive=True)]
     for process in family:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
-    assert not psutil.wait_procs(family, timeout=20)[1], "processes of Ray outlived it"
+    head.wait()
+    assert not psutil.wait_procs(family, timeout=60)[1], "processes of Ray outlived it"
 
 
 def shown(log: Path, process: subprocess.Popen[bytes]) -> Callable[[], bool]:
