@@ -10,6 +10,11 @@ Each group is a process of its own: what its files load goes with it. It is fork
 torch and transformers, which takes a core 8 s. --record writes tests/seconds.tsv. --pure runs the tests of PURE, in a
 process without torch.
 
+Why not pytest-xdist: it starts each worker as a new Python, which imports for these 8 s, and keeps it for the whole
+run, with the memory of every file that ran there. A worker takes any file next, or all files of one mark: there is no
+order by recorded seconds, no lane for files that wait, and no process that collects what tests leave behind. To fork
+workers, to renew them and to plan their files would be as many lines on top of it. The minutes are not measured.
+
 SIGINT and SIGTERM end all processes of the run. So does the end of the run: a process that outlives it is a failure.
 """
 

@@ -8,8 +8,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-import msgpack
 import numpy as np
+from msgspec import msgpack
 from numpy.typing import NDArray
 
 from crossdock.workers.model.forward.step_pictures import StepPictures
@@ -48,8 +48,7 @@ class StepSender:
         arrays += [places, changed, entries, inputs.state_read, inputs.state_write]
         sizes = [self.page_size, lists.num_groups, inputs.state_write.shape[1], _packed(inputs.pictures)]
         sizes.append([*inputs.adapters])
-        data: bytes = msgpack.packb([sizes, *(array.tobytes() for array in arrays)])
-        return data
+        return msgpack.encode([sizes, *(array.tobytes() for array in arrays)])
 
     def _place(self, requests: Sequence[str], num_groups: int) -> NDArray[np.int32]:
         """Return a place for each request: its own place, else a new one, else the least recently used one.
@@ -75,7 +74,7 @@ class StepReceiver:
 
     def unpack(self, data: bytes) -> StepInputs:
         """Return the step."""
-        (page_size, num_groups, num_state_pages, pictures, adapters), *packed = msgpack.unpackb(data)
+        (page_size, num_groups, num_state_pages, pictures, adapters), *packed = msgpack.decode(data)
         token_ids, positions, slots, wanted = (np.frombuffer(array, np.int64) for array in packed[: len(_LONG)])
         query_start, kv_len, places, changed, entries, *states = (
             np.frombuffer(array, np.int32) for array in packed[len(_LONG) :]

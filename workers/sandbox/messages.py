@@ -2,14 +2,15 @@
 
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, BinaryIO, TypeAlias
 
-import msgpack
+from msgspec import msgpack
 
 _HEADER = struct.Struct("<Q")  # bytes of the message behind it
 INTERRUPT = "interrupt"  # sent instead of a question: the caller needs no answer to the last one
-_LONE_SURROGATES = "surrogatepass"  # a client's JSON may hold them
+_TEXT = 1  # the type of an extension of msgpack: a text with lone surrogates, which a client's JSON may hold
+_SURROGATES = "surrogatepass"
 
 Packed: TypeAlias = bytes | mmap.mmap
 """A message as msgpack."""
@@ -61,13 +62,41 @@ def questions(stream: BinaryIO) -> Iterator[Packed]:
 
 def pack(message: Any) -> bytes:
     """Return the message as msgpack."""
-    body: bytes = msgpack.packb(message, unicode_errors=_LONE_SURROGATES)
-    return body
+    try:
+        return msgpack.encode(message)
+    except UnicodeEncodeError:
+        return msgpack.encode(_encodable(message))
 
 
 def unpack(body: Packed) -> Any:
     """Return the message that `pack` was given; tuples come back as lists. ValueError: it was given none."""
-    return msgpack.unpackb(body, unicode_errors=_LONE_SURROGATES)
+    try:
+        return _decoder.decode(body)
+    except RecursionError:
+        raise ValueError("the message is nested too deeply") from None
+
+
+def _encodable(value: Any) -> Any:
+    """Return the value with each text that is no UTF-8 as an extension. Keys of mappings stay as they are."""
+    if isinstance(value, str):
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            return msgpack.Ext(_TEXT, value.encode("utf-8", _SURROGATES))
+    if isinstance(value, Mapping):
+        return {key: _encodable(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_encodable(each) for each in value]
+    return value
+
+
+def _decoded(kind: int, data: memoryview) -> str:
+    if kind != _TEXT:
+        raise ValueError(f"extension {kind} of msgpack is not known")
+    return str(data, "utf-8", _SURROGATES)
+
+
+_decoder = msgpack.Decoder(ext_hook=_decoded)
 
 
 def _fill(stream: BinaryIO, buffer: bytearray | mmap.mmap) -> bool:

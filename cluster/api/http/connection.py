@@ -340,7 +340,7 @@ class AnswerTransport:
     """The transport as uvicorn's cycle of one answer uses it. `end` is called instead of closing it.
 
     The writes of one turn of the event loop go to the socket together: the head and the first event, the last ones.
-    Implements `EventWriter`.
+    All events of a streamed answer leave here, past uvicorn's `send`. Implements `EventWriter`.
     """
 
     __slots__ = ("_cycle", "_end", "_flow", "_left", "_loop", "_num_bytes", "_parts", "_transport", "is_closing")
@@ -403,13 +403,19 @@ class AnswerTransport:
         return bool(has_begun) and not (self._flow.write_paused or self.is_closing())
 
     def write_event(self, event: bytes) -> None:
-        """Write an event of a stream that has begun: a chunk of its body, as uvicorn's `send` writes chunks."""
+        """Write an event of a stream that has begun, at once: no other bytes of the answer follow in this turn."""
         self.flush()
         self._transport.write(_chunk(event))
 
-    def add_event(self, event: bytes) -> None:
-        """Write an event, together with what else this turn writes."""
-        self.write(_chunk(event))
+    async def send_event(self, event: bytes) -> None:
+        """Write an event once the client reads, together with what else this turn writes.
+
+        It is a chunk of the body, or bytes as they are to a client of HTTP/1.0: as uvicorn's `send` writes a part.
+        """
+        if self._flow.write_paused and not self._cycle.disconnected:
+            await self._flow.drain()
+        if not self._cycle.disconnected:
+            self.write(_chunk(event) if self._cycle.chunked_encoding else event)
 
 
 async def _send_until_close(

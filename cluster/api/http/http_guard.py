@@ -8,6 +8,7 @@ import secrets
 import traceback
 from collections.abc import Awaitable, Collection, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -76,10 +77,10 @@ class HttpGuard:
 
     The application behind it receives whole bodies, and is cancelled when the client disconnects. API keys guard every
     path but `open_paths`, which take no body then. The scope's `state` holds `request_id`, `memory` (what the request
-    holds), `tenant`, `send_part` (which sends a part of a streamed answer past all layers), and where keys are in use
-    `api_key` and `account`. A route sets its `slo_class`, and `warnings`: sentences about fields without effect. Both
-    become headers of the answer. A stream whose errors have a shape of their own sets `error_event`: the function that
-    writes one.
+    holds), `tenant`, `send_event` (which sends an event of a streamed answer past all layers), and where keys are in
+    use `api_key` and `account`. A route sets its `slo_class`, and `warnings`: sentences about fields without effect.
+    Both become headers of the answer. A stream whose errors have a shape of their own sets `error_event`: the function
+    that writes one.
     """
 
     def __init__(
@@ -121,7 +122,8 @@ class HttpGuard:
         state["request_id"] = _request_id(headers)  # a body may give another
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         sender = _AnswerSender(send, state, is_anthropic=f"{path}/".startswith(f"{_MESSAGES}/"))
-        state["send_part"] = send
+        own: AnswerTransport | None = state.get("event_writer")
+        state["send_event"] = partial(_send_event, send) if own is None else own.send_event
         state["api_key"] = state["account"] = None
         state["tenant"] = Tenant()
         try:
@@ -145,7 +147,6 @@ class HttpGuard:
                 if self._max_file_bytes and (scope["method"], path) == ("POST", FILES):
                     await self._app(scope, streamed_body(headers, receive, self._max_file_bytes), sender.send)
                     return
-                own: AnswerTransport | None = state.get("event_writer")
                 has_come = own is not None and own.has_body
                 body = await read_body(headers, receive, self._max_body_bytes, sender.memory, has_come=has_come)
                 if body is None:
@@ -170,6 +171,11 @@ class HttpGuard:
         if not given and (by_anthropics_name := headers.get(b"x-api-key", b"")):
             given = b"Bearer " + by_anthropics_name
         return self._keys.find(given)
+
+
+async def _send_event(send: Send, event: bytes) -> None:
+    """Send an event of a streamed answer through a server that is not ours, such as a proxy of Serve."""
+    await send({"type": "http.response.body", "body": event, "more_body": True})
 
 
 class _AnswerSender:

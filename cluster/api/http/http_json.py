@@ -117,11 +117,7 @@ class EventStream(Response):
         async with aclosing(self._rest) as rest:
             await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
             await send({"type": "http.response.body", "body": self._first, "more_body": True})
-            send_part = scope["state"]["send_part"]
-            writer = scope["state"].get("event_writer")
+            send_event = scope["state"]["send_event"]  # past all layers
             async for event in rest:
-                if writer is not None and writer.is_ready():  # of our own listener; no layer of uvicorn is passed
-                    writer.add_event(event)
-                else:
-                    await send_part({"type": "http.response.body", "body": event, "more_body": True})
+                await send_event(event)
             await send({"type": "http.response.body", "body": b"", "more_body": False})

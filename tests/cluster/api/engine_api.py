@@ -105,7 +105,7 @@ class LiveApi:
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
         self.loop = asyncio.new_event_loop()
-        self._thread = threading.Thread(target=self.loop.run_forever)
+        self._thread = threading.Thread(target=self.loop.run_forever, daemon=True)  # a start that fails leaves it
         self._thread.start()
         self.api: EngineApi = self.call(self._start(tokenizer, keys, port))
 
@@ -118,7 +118,7 @@ class LiveApi:
 
     def call(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine in the API's thread and return its result."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(60)
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(150)  # a busy machine takes a minute for the first engine
 
     def stop(self) -> None:
         self.call(self._server.close(0))

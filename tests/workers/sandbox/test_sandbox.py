@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from typing import Any
 
+import msgpack
 import psutil
 import pytest
 from hypothesis import given, settings
@@ -20,7 +21,7 @@ from hypothesis import strategies as st
 from crossdock.workers.sandbox import sandbox as sandbox_module
 from crossdock.workers.sandbox.interruption import Interruption
 from crossdock.workers.sandbox.limited_child import Limits
-from crossdock.workers.sandbox.messages import read_message, write_message
+from crossdock.workers.sandbox.messages import pack, read_message, unpack, write_message
 from crossdock.workers.sandbox.sandbox import Sandbox, SandboxBusy, SandboxInterrupted
 from tests.waiting import eventually
 
@@ -84,6 +85,28 @@ def test_child_that_waits_too_long_without_computing_is_busy() -> None:
 def test_text_of_any_kind_arrives_as_sent(shared: Sandbox) -> None:
     text = "\0 é \ud800 𝄞"  # JSON of a client may hold a lone surrogate
     assert echo(shared, text)["echo"] == text
+
+
+_NUMBERS = st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats(allow_nan=False)
+_VALUES = st.recursive(
+    st.none() | _NUMBERS | st.text(st.characters(codec=None)) | st.binary(),
+    lambda values: st.lists(values) | st.dictionaries(st.text(st.characters(codec="utf-8")), values),
+)
+
+
+@given(_VALUES)
+def test_message_unpacks_as_it_was_packed_and_is_msgpack_to_others(value: Any) -> None:
+    packed = pack(value)
+    assert unpack(packed) == value
+    assert msgpack.unpackb(packed, ext_hook=lambda _, data: data.decode("utf-8", "surrogatepass")) == value
+
+
+@pytest.mark.parametrize(
+    "body", [b"", b"\xc1", b"\xa1\xff", b"\xc7\x01\x02a", b"\xc7\x01\x01\xff", b"\x91" * 100_000 + b"\xc0"]
+)
+def test_bytes_that_are_no_message_are_a_value_error(body: bytes) -> None:
+    with pytest.raises(ValueError, match=r"truncated|invalid opcode|decode byte|extension 2|too deeply"):
+        unpack(body)
 
 
 def test_process_that_ends_between_questions_is_replaced(sandbox: Sandbox) -> None:

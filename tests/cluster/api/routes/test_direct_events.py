@@ -148,6 +148,20 @@ async def test_events_written_at_once_are_those_that_tasks_write(
         assert len(written) == num_direct
 
 
+async def test_client_of_http_1_0_gets_the_same_events_without_chunks(tokenizer: ModelTokenizer) -> None:
+    async with serving(tokenizer) as (_, port):
+        expected = await answer(port, CHAT, {"messages": HI})
+        content = json.dumps({"messages": HI, "stream": True, "temperature": 0}).encode()
+        head = f"POST {CHAT} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(head.encode() + content)
+        async with asyncio.timeout(60):
+            received = await reader.read()
+        writer.close()
+    _, _, body = received.partition(b"\r\n\r\n")
+    assert without_times(body) == without_times(expected)
+
+
 def text_of(content: bytes) -> str:
     events = [json.loads(event) for event in content.decode().replace("data: ", "").split("\n\n")[:-2]]
     return "".join(event["choices"][0]["text"] for event in events)
