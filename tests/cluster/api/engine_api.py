@@ -118,7 +118,7 @@ class LiveApi:
 
     def call(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine in the API's thread and return its result."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(150)  # a busy machine takes a minute for the first engine
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(150)  # the first engine may take a minute
 
     def stop(self) -> None:
         self.call(self._server.close(0))
