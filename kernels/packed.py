@@ -245,15 +245,38 @@ def _panels(matrix: PackedMatrix) -> Iterator[slice]:
     yield from (slice(start, start + height) for start in range(0, rows, height))
 
 
-def scaled_product(x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None) -> Tensor:
+class RoundedRows(NamedTuple):
+    """Rows in e4m3, with a scale for each."""
+
+    codes: Tensor  # [T, K] float8_e4m3fn
+    scales: Tensor  # [T, 1] float32
+
+    @classmethod
+    def room(cls, matrix: "Tensor | PackedMatrix | None", num_rows: int, device: torch.device) -> "RoundedRows | None":
+        """Return memory for the rows of a product with `matrix`, which the kernel before the product fills.
+
+        None: the product takes plain rows, or rounds them itself.
+        """
+        if not isinstance(matrix, PackedMatrix) or not _has_kernels(device):
+            return None
+        codes = torch.empty(num_rows, matrix.shape[1], dtype=torch.float8_e4m3fn, device=device)
+        return cls(codes, torch.empty(num_rows, 1, dtype=torch.float32, device=device))
+
+
+def scaled_product(
+    x: Tensor, matrix: PackedMatrix, bias: Tensor | None = None, rounded: RoundedRows | None = None
+) -> Tensor:
     """Return x @ weight.T + bias by torch's products of e4m3, x [..., K] rounded to e4m3 with a scale for each row.
 
     Only for weights of e4m3 with a scale for each row or one for all. vLLM computes such checkpoints so, too.
+    `rounded`: the rows of x, where another kernel has rounded them already.
     """
     N, K = matrix.shape
     rows = x.reshape(-1, K)
     is_on_gpu = _has_kernels(x.device)
-    if is_on_gpu:
+    if rounded is not None:
+        codes, scales = rounded
+    elif is_on_gpu:
         from crossdock.kernels.gpu.triton_e4m3 import rows_in_e4m3  # Triton is not on every machine
 
         codes, scales = rows_in_e4m3(rows)

@@ -9,14 +9,14 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from gpu import attention, checks, engines, others, steps, transfer
+from gpu import attention, checks, engines, limit, others, steps, transfer
 from gpu.cases import Bench, Case, Section
 from gpu.rows import Figures
 
 _CALLS = {
     "kernels": [*checks.SECTIONS, *steps.SECTIONS],
     "attention": attention.SECTIONS,
-    "engine": engines.SECTIONS,
+    "engine": [*engines.SECTIONS, *limit.SECTIONS],
     "others": [engines.SHAPES, *transfer.SECTIONS, *others.SECTIONS],
 }
 

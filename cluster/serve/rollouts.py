@@ -68,5 +68,6 @@ def server_info(config: ClusterConfig, fleet: Fleet) -> dict[str, Any]:
             "data_parallel_size": len(profiles),
         },
         "lora_config": lora,
-        "weight_transfer_config": {"backend": "nccl"},
+        # How a trainer sends tensors: as vLLM's by NCCL, and on CPUs by a group of torch.
+        "weight_transfer_config": {"backend": "nccl" if first is not None and first.device == "cuda" else "gloo"},
     }

@@ -27,12 +27,31 @@ def quantise_kernel(x, codes, scales, row_stride, SIZE: tl.constexpr, BLOCK: tl.
     most = tl.zeros([BLOCK], tl.float32)
     for start in range(0, SIZE, BLOCK):
         value = tl.load(x + row * row_stride + start + i, mask=start + i < SIZE, other=0.0).to(tl.float32)
-        most = tl.maximum(most, tl.where(tl.abs(value) < float("inf"), tl.abs(value), float("inf")))
-    top = tl.max(most, 0)
-    is_finite = top < float("inf")
-    scale = tl.where(is_finite, tl.maximum(top / 448.0, 1e-12), 1.0)
-    tl.store(scales + row, tl.where(is_finite, scale, float("nan")))
+        most = tl.maximum(most, finite_size(value))
+    scale = stored_scale(tl.max(most, 0), scales + row)
     for start in range(0, SIZE, BLOCK):
         live = start + i < SIZE
         value = tl.load(x + row * row_stride + start + i, mask=live, other=0.0).to(tl.float32)
         tl.store(codes + row * SIZE + start + i, tl.div_rn(value, scale).to(codes.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def store_row(value, codes, scale, at, live):
+    """Round a whole row `value` float32, all elements of which this program holds, and store codes and scale."""
+    divisor = stored_scale(tl.max(finite_size(value), 0), scale)
+    tl.store(codes + at, tl.div_rn(value, divisor).to(codes.dtype.element_ty), mask=live)
+
+
+@triton.jit
+def finite_size(value):
+    """Return how large each number is; NaN counts as infinite."""
+    return tl.where(tl.abs(value) < float("inf"), tl.abs(value), float("inf"))
+
+
+@triton.jit
+def stored_scale(top, scale):
+    """Store the scale of a row whose largest number is `top`, NaN if that is infinite. Returns what to divide by."""
+    is_finite = top < float("inf")
+    divisor = tl.where(is_finite, tl.maximum(top / 448.0, 1e-12), 1.0)
+    tl.store(scale, tl.where(is_finite, divisor, float("nan")))
+    return divisor

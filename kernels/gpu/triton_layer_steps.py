@@ -7,16 +7,21 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from crossdock.kernels.gpu.triton_e4m3 import rows_in_e4m3, store_row
 from crossdock.kernels.gpu.triton_store import quantised
+from crossdock.kernels.packed import RoundedRows
 
 _TOKENS = 8  # rows of one head that a program of `finish_heads` holds
 _FEATURES = 1024  # of one row that a program of `silu_and_multiply` holds
+_ROUNDED = 16384  # features of a row that one program can round without spilled registers
 
 
-def add_and_norm(hidden: Tensor, addend: Tensor | None, weight: Tensor, eps: float) -> Tensor:
+def add_and_norm(
+    hidden: Tensor, addend: Tensor | None, weight: Tensor, eps: float, rounded: RoundedRows | None = None
+) -> Tensor:
     """Add `addend` to hidden [T, E] in place; return the RMS norm of `hidden` times `weight` [E], [T, E].
 
-    All tensors are contiguous and of one dtype.
+    All tensors are contiguous and of one dtype. `rounded` receives the result in e4m3, too.
     """
     (T, E), out = hidden.shape, hidden.new_empty(hidden.shape)
     assert hidden.is_contiguous()
@@ -27,10 +32,12 @@ def add_and_norm(hidden: Tensor, addend: Tensor | None, weight: Tensor, eps: flo
         addend,
         weight,
         out,
+        *(rounded or (None, None)),
         eps,
         SIZE=E,
         BLOCK=block,
         HAS_ADDEND=addend is not None,
+        HAS_CODES=rounded is not None,
         num_warps=min(16, max(4, block // 512)),
     )
     return out
@@ -98,19 +105,31 @@ def finish_heads(
     return qkv[:, : Hq * D].view(T, Hq, D)
 
 
-def silu_and_multiply(gate_up: Tensor) -> Tensor:
-    """Return silu(gate) * up, [T, I], of gate_up [T, 2 I]: gates in the first half of a row, ups in the second."""
+def silu_and_multiply(gate_up: Tensor, rounded: RoundedRows | None = None) -> Tensor:
+    """Return silu(gate) * up, [T, I], of gate_up [T, 2 I]: gates in the first half of a row, ups in the second.
+
+    `rounded` receives the result in e4m3, too.
+    """
     T, width = gate_up.shape
     assert gate_up.is_contiguous()
     out = gate_up.new_empty(T, width // 2)
+    if rounded is not None and width // 2 <= _ROUNDED:
+        block = triton.next_power_of_2(width // 2)
+        warps = min(16, max(4, block // 512))
+        _silu_and_round_kernel[(T,)](gate_up, out, *rounded, SIZE=width // 2, BLOCK=block, num_warps=warps)
+        return out
     _silu_and_multiply_kernel[T, triton.cdiv(width // 2, _FEATURES)](gate_up, out, SIZE=width // 2, BLOCK=_FEATURES)
+    if rounded is not None:
+        for whole, part in zip(rounded, rows_in_e4m3(out), strict=True):
+            whole.copy_(part)
     return out
 
 
 @triton.jit
 def _add_and_norm_kernel(
-    hidden, addend, weight, out, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_ADDEND: tl.constexpr
-):
+    hidden, addend, weight, out, codes, scales, eps,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, HAS_ADDEND: tl.constexpr, HAS_CODES: tl.constexpr,
+):  # fmt: skip
     """Compute one row."""
     i = tl.arange(0, BLOCK)
     at = tl.program_id(0).to(tl.int64) * SIZE + i
@@ -123,7 +142,10 @@ def _add_and_norm_kernel(
     exact = x.to(tl.float32)
     normed = (exact * tl.rsqrt(tl.sum(exact * exact, 0) / SIZE + eps)).to(x.dtype)
     w = tl.load(weight + i, mask=live, other=0.0)
-    tl.store(out + at, (normed.to(tl.float32) * w.to(tl.float32)).to(x.dtype), mask=live)
+    result = (normed.to(tl.float32) * w.to(tl.float32)).to(x.dtype)
+    tl.store(out + at, result, mask=live)
+    if HAS_CODES:
+        store_row(result.to(tl.float32), codes, scales + tl.program_id(0), at, live)
 
 
 @triton.jit(do_not_specialize=["T"], do_not_specialize_on_alignment=["slots"])  # of groups of layers
@@ -224,3 +246,18 @@ def _silu_and_multiply_kernel(gate_up, out, SIZE: tl.constexpr, BLOCK: tl.conste
     up = tl.load(at + SIZE, mask=live, other=0.0)
     exact = gate.to(tl.float32)
     tl.store(out + row * SIZE + i, _product((exact / (1 + tl.exp(-exact))).to(gate.dtype), up), mask=live)
+
+
+@triton.jit
+def _silu_and_round_kernel(gate_up, out, codes, scales, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    """Compute one row, and round it."""
+    row = tl.program_id(0).to(tl.int64)
+    i = tl.arange(0, BLOCK)
+    live = i < SIZE
+    at = gate_up + row * (2 * SIZE) + i
+    gate = tl.load(at, mask=live, other=0.0)
+    up = tl.load(at + SIZE, mask=live, other=0.0)
+    exact = gate.to(tl.float32)
+    result = _product((exact / (1 + tl.exp(-exact))).to(gate.dtype), up)
+    tl.store(out + row * SIZE + i, result, mask=live)
+    store_row(result.to(tl.float32), codes, scales + row, row * SIZE + i, live)

@@ -82,6 +82,21 @@ def test_dry_run_of_the_command_has_figures_for_every_case(gpu: Callable[[str], 
     assert "| a GPU run must show |" in done.stdout
 
 
+def test_limit_engine_has_transformers_logits(gpu: Callable[[str], Any], bench: Any) -> None:
+    import torch
+
+    module = gpu("models").random_module(bench, "Llama-3.1-8B", num_hidden_layers=2).eval()
+    engine, ids = gpu("limit").LimitEngine(module), torch.randint(0, 96, (3, 12))
+    engine.open(3, 12)
+    with torch.inference_mode():
+        expected = module(ids).logits
+    prompt = engine.step(ids[:, :10], 0)
+    torch.testing.assert_close(prompt, expected[:, 9])
+    for start in (10, 11):
+        torch.testing.assert_close(engine.step(ids[:, start : start + 1], start), expected[:, start])
+    assert not torch.allclose(prompt, expected[:, 8], atol=1e-2), "these logits tell positions apart"
+
+
 def sections(gpu: Callable[[str], Any], seconds: float = 60.0) -> tuple[list[Any], list[str], dict[str, Any]]:
     """Return a section of three cases, the names of those that were measured, and what each case does."""
     cases = gpu("cases")

@@ -1,5 +1,7 @@
 """Tensors that a trainer broadcasts to all ranks of all replicas, in a process group of torch that it opens."""
 
+import io
+import pickle
 import socket
 from collections.abc import Iterator, Sequence
 from datetime import timedelta
@@ -11,6 +13,7 @@ from torch import Tensor
 
 _JOIN_S = 300.0  # for all ranks to come; a trainer waits longer
 _RECEIVE_S = 1800.0  # for one broadcast, as TRL's trainer waits for a whole update
+_ID_BYTES = 128  # of NCCL's unique id
 _BUFFER_BYTES = 1 << 30  # of packed tensors, vLLM's default
 
 
@@ -60,10 +63,10 @@ class WeightGroup:
         self._buffer_bytes = int(info.get("packed_buffer_size_bytes", _BUFFER_BYTES)) if info.get("packed") else 0
         self._device = device
         wait = timedelta(seconds=_JOIN_S)
-        store: Any = dist.TCPStore(address, port, size, False, wait, wait_for_workers=False)  # type: ignore[attr-defined]
+        # As a worker of the store: that of vLLM's trainers waits until it has counted all.
+        store: Any = dist.TCPStore(address, port, size, False, wait)  # type: ignore[attr-defined]
         if device.type == "cuda":
-            nccl: Any = dist.ProcessGroupNCCL
-            self._group: Any = nccl(store, rank, size, nccl.Options())
+            self._group: Any = vllm_group(store, rank, size, device, dist.ProcessGroupNCCL)
         else:
             gloo: Any = dist.ProcessGroupGloo
             options = gloo._Options()
@@ -80,6 +83,42 @@ class WeightGroup:
             self._group.broadcast(whole, 0).wait()
             for each, part in zip(some, torch.split(buffer.cpu(), sizes), strict=True):
                 yield each.name, part.clone().view(each.dtype).view(*each.shape)
+
+
+def vllm_group(store: Any, rank: int, size: int, device: torch.device, nccl: Any) -> Any:
+    """Join the NCCL communicator that vLLM's `PyNcclCommunicator` opens as rank 0. `nccl`: torch's process group of it.
+
+    vLLM's trainer pickles NCCL's unique id into the store. torch's ranks read the id of their first communicator from
+    the key "0" of a store, which is given here. The first sum is vLLM's: all ranks of a communicator warm up with one.
+    """
+    known: Any = dist.HashStore()  # type: ignore[attr-defined]
+    known.set("0", unique_id(store.get("broadcast_from/0/0")))
+    group = nccl(known, rank, size, nccl.Options())
+    group.allreduce([torch.zeros(1, device=device)]).wait()
+    return group
+
+
+class _IdReader(pickle.Unpickler):
+    """Reads the pickle of a ctypes structure, and nothing else: whoever reaches the store could write another."""
+
+    def find_class(self, module: str, name: str) -> Any:
+        if (module, name) == ("_ctypes", "_unpickle"):
+            return lambda _, state: state[1]
+        if name == "ncclUniqueId":
+            return name
+        raise ValueError(f"the trainer's store has {module}.{name} in the place of NCCL's unique id")
+
+
+def unique_id(pickled: bytes) -> bytes:
+    """Return the bytes of NCCL's unique id, as vLLM pickles it. ValueError: it is something else."""
+    found: Any = None
+    try:
+        found = _IdReader(io.BytesIO(pickled)).load()
+    except (pickle.UnpicklingError, EOFError, TypeError, IndexError, KeyError, AttributeError) as error:
+        raise ValueError(f"the trainer's store has no pickle of NCCL's unique id: {error!r}") from None
+    if not isinstance(found, bytes) or len(found) != _ID_BYTES:
+        raise ValueError(f"NCCL's unique id has {_ID_BYTES} bytes, and the trainer's store has {str(found)[:50]}")
+    return found
 
 
 def _own_address(address: str, port: int) -> str:

@@ -55,6 +55,7 @@ class SchedulingProfile(BaseModel):
     role: Role = "mixed"
     compatibility: str = ""  # equal for replicas that may exchange pages: model, data type, shape of a page
     dtype: str = ""  # of weights and activations; empty: nothing is computed
+    device: str = ""  # cpu or cuda; empty: nothing is computed
     weights: str = ""  # equal for replicas whose weights are equal, bit for bit, and so their tokens; empty: unknown
     page_bytes: int = 0  # 0: unknown
     tiers: tuple[TierSize, ...] = ()  # below the pool, fastest first, as measured at the start

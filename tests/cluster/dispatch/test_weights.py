@@ -201,7 +201,9 @@ def test_real_deployment_updates_from_a_folder_and_from_ray(
             assert whole["weight_versions"] == [{"version": "2", "start": 0, "end": end}]
             events = httpx.post(f"{url}/v1/{path}", json=body | {"stream": True}, timeout=60).text
             assert events.count('"weight_versions":[{"version":"2","start":0') == 1, path
-        assert httpx.get(f"{url}/server_info").json()["vllm_config"]["model_config"]["dtype"] == "torch.float32"
+        told = httpx.get(f"{url}/server_info").json()["vllm_config"]
+        assert told["model_config"]["dtype"] == "torch.float32"
+        assert told["weight_transfer_config"] == {"backend": "gloo"}, "a CPU has no NCCL"
         refused = httpx.post(f"{url}/sleep?level=2", timeout=60)
         assert (refused.status_code, "a trainer has pushed them" in refused.text) == (400, True)
         assert after_sleep(1) == old

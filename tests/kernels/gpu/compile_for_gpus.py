@@ -175,8 +175,14 @@ def check_layer_steps(gpu: Gpu) -> None:
         (steps._add_and_norm_kernel, 8, {"SIZE": 4096, "BLOCK": 4096, "HAS_ADDEND": True}),
         (steps._add_and_norm_kernel, 16, {"SIZE": 8192, "BLOCK": 8192, "HAS_ADDEND": False, "addend": None}),
     ]
+    plain = {"HAS_SCALES": False, "HAS_CODES": False, "codes": None, "scales": None}
     for kernel, num_warps, constants in gpu.some(cases, everywhere=3):
-        gpu.check(kernel, {"HAS_SCALES": False} | constants, num_warps, other="*bf16")
+        gpu.check(kernel, plain | constants, num_warps, other="*bf16")
+    if gpu.has_e4m3:
+        KINDS.update({"codes": "*fp8e4nv", "scales": "*fp32"})
+        rounded = {"SIZE": 4096, "BLOCK": 4096, "HAS_ADDEND": True, "HAS_CODES": True}
+        gpu.check(steps._add_and_norm_kernel, rounded, 8, other="*bf16")
+        gpu.check(steps._silu_and_round_kernel, {"SIZE": 14336, "BLOCK": 16384}, 16, other="*bf16")
 
 
 def check_sampling(gpu: Gpu) -> None:

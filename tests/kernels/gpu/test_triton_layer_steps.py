@@ -14,7 +14,10 @@ from crossdock.kernels.attention import reference_store_kv
 
 pytest.importorskip("triton", reason="needs Triton: pip install triton")
 
+from crossdock.kernels.gpu import triton_layer_steps
+from crossdock.kernels.gpu.triton_e4m3 import rows_in_e4m3
 from crossdock.kernels.gpu.triton_layer_steps import add_and_norm, finish_heads, silu_and_multiply
+from crossdock.kernels.packed import RoundedRows
 
 pytestmark = pytest.mark.usefixtures("poisoned_memory")
 
@@ -144,3 +147,30 @@ def test_silu_and_multiply_matches_float64(dtype: torch.dtype, device: str, seed
     exact = silu * up
     # A gate that is rounded below the smallest normal number is off by an epsilon of that, times up.
     check(ours, exact, exact.abs() + torch.finfo(dtype).smallest_normal * up.abs(), 3)
+
+
+@pytest.mark.parametrize("most", [16384, 64])
+def test_steps_round_their_rows_as_the_kernel_that_rounds_alone(
+    most: int, device: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`most`: rows of 100 features are rounded by the step's own program, or by a second one."""
+    monkeypatch.setattr(triton_layer_steps, "_ROUNDED", most)
+    hidden, weight, gate_up = torch.randn(5, 100), torch.randn(100), torch.randn(5, 200)
+    hidden[3], gate_up[1] = 0.0, 0.0
+    hidden[4, 7], gate_up[4, 9] = torch.nan, torch.inf
+
+    def room() -> RoundedRows:
+        codes = torch.empty(5, 100, dtype=torch.float8_e4m3fn, device=device)
+        return RoundedRows(codes, torch.empty(5, 1, device=device))
+
+    for step in (
+        lambda rounded: add_and_norm(hidden.clone().to(device), None, weight.to(device), EPS, rounded),
+        lambda rounded: silu_and_multiply(gate_up.to(device), rounded),
+    ):
+        rounded = room()
+        plain = step(rounded)
+        codes, scales = (each.cpu() for each in rows_in_e4m3(plain))
+        assert torch.equal(rounded.codes.cpu().float()[:4], codes.float()[:4])
+        torch.testing.assert_close(rounded.scales.cpu(), scales, rtol=0, atol=0, equal_nan=True)
+        assert scales[4].isnan()
+        torch.testing.assert_close(plain, step(None), rtol=0, atol=0, equal_nan=True)

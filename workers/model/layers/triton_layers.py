@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from crossdock.kernels.packages import has_package
 from crossdock.kernels.packed import (
     PackedMatrix,
+    RoundedRows,
     join_rows,
     multiplies_e4m3,
     require_e4m3_products,
@@ -84,6 +85,11 @@ class _Layer:
             path,
         )
 
+    @property
+    def down_codes(self) -> PackedMatrix | None:
+        """The codes of the down projection, whose rows the kernel before may round; None: that takes plain rows."""
+        return self.mlp.packed if self.gate_up is not None and isinstance(self.mlp, PackedLinear) else None
+
     def add(self, adapters: RowAdapters, names: Sequence[str], x: Tensor, y: Tensor, sizes: list[int]) -> None:
         """Add what adapters change in the joined outputs y [T, sum of sizes] of the projections `names`."""
         for name, part in zip(names, torch.split(y, sizes, 1), strict=True):
@@ -98,7 +104,7 @@ class TritonLayers(nn.Module):
 
         super().__init__()
         self._layers = layers
-        self._product: Callable[..., Tensor] = product if in_fixed_order else _multiplied
+        self._product: Callable[..., Tensor] = product if in_fixed_order else F.linear
         # the layer whose weights are read; no child, so that names of parameters stay as they are
         self.replaced = (replaced,)
         self.attention_type = "full_attention"  # some models choose a mask by this; ours is None in any case
@@ -114,14 +120,17 @@ class TritonLayers(nn.Module):
         if cos.shape[1] != context.pages[0][0].shape[3]:
             raise NotFusableError("only a part of each head is rotated")
         addend: Tensor | None = None
+        rows = len(hidden), hidden.device
         for number, layer in enumerate(self._layers):
             k_pages, v_pages, batch, scales = context.of_layer(number)
-            normed = add_and_norm(hidden, addend, layer.input_norm.weight, layer.input_norm.variance_epsilon)
+            rounded = RoundedRows.room(layer.qkv, *rows)
+            norm = layer.input_norm
+            normed = add_and_norm(hidden, addend, norm.weight, norm.variance_epsilon, rounded)
             norms: dict[str, Any] = {}
             if layer.q_norm is not None:
                 norms = {"q_norm": layer.q_norm.weight, "k_norm": layer.k_norm.weight}
                 norms["eps"] = layer.q_norm.variance_epsilon
-            qkv = self._product(normed, layer.qkv, layer.qkv_bias)
+            qkv = self._multiplied(normed, layer.qkv, layer.qkv_bias, rounded)
             if context.adapters is not None:
                 kv_width = k_pages.shape[1] * k_pages.shape[3]
                 sizes = [qkv.shape[1] - 2 * kv_width, kv_width, kv_width]
@@ -129,15 +138,26 @@ class TritonLayers(nn.Module):
             q = finish_heads(qkv, cos, sin, k_pages, v_pages, batch.slots, **norms, **scales)
             seen = attention(q, k_pages, v_pages, batch, scale=layer.scale, window=layer.window, **scales)  # [T, Hq, D]
             addend = layer.out(seen.flatten(1))
-            normed = add_and_norm(hidden, addend, layer.post_norm.weight, layer.post_norm.variance_epsilon)
+            rounded, norm = RoundedRows.room(layer.gate_up, *rows), layer.post_norm
+            normed = add_and_norm(hidden, addend, norm.weight, norm.variance_epsilon, rounded)
             if layer.gate_up is not None:
-                gate_up = self._product(normed, layer.gate_up)
+                gate_up = self._multiplied(normed, layer.gate_up, None, rounded)
                 if context.adapters is not None:
                     layer.add(context.adapters, ("gate", "up"), normed, gate_up, [gate_up.shape[1] // 2] * 2)
-                addend = layer.mlp(silu_and_multiply(gate_up))
+                rounded = RoundedRows.room(layer.down_codes, *rows)
+                inner = silu_and_multiply(gate_up, rounded)
+                addend = layer.mlp(inner) if rounded is None else layer.mlp(inner, rounded)
             else:
                 addend = layer.mlp(normed[None])[0]
         return (hidden + addend)[None] if addend is not None else hidden[None]
+
+    def _multiplied(
+        self, x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor | None, rounded: RoundedRows | None
+    ) -> Tensor:
+        """Return x @ weight.T + bias; of a packed weight by products of e4m3, of `rounded` where that is there."""
+        if isinstance(weight, PackedMatrix):
+            return scaled_product(x, weight, bias, rounded)
+        return self._product(x, weight, bias)
 
 
 def may_use_triton_steps(model: LoadedModel) -> bool:
@@ -193,11 +213,6 @@ def _joined(*linears: Any) -> Tensor | PackedMatrix:
     if weight is None:
         raise NotFusableError("projections of one input are not joined")
     return weight
-
-
-def _multiplied(x: Tensor, weight: Tensor | PackedMatrix, bias: Tensor | None = None) -> Tensor:
-    """Return x @ weight.T + bias; of a packed weight by products of e4m3."""
-    return F.linear(x, weight, bias) if isinstance(weight, Tensor) else scaled_product(x, weight, bias)
 
 
 def _check_packed(layer: nn.Module) -> None:

@@ -7,7 +7,16 @@ import torch
 from torch import Tensor, nn
 
 from crossdock.kernels.cpu.packed_linear import num_panel_bytes, why_not_packed
-from crossdock.kernels.packed import IN_NIBBLES, ExpertCodes, PackedMatrix, join_rows, packed_product, plain_rows
+from crossdock.kernels.packed import (
+    IN_NIBBLES,
+    ExpertCodes,
+    PackedMatrix,
+    RoundedRows,
+    join_rows,
+    packed_product,
+    plain_rows,
+    scaled_product,
+)
 from crossdock.workers.model.cut.part import ModelPart, TensorSlice
 from crossdock.workers.model.cut.position import CannotCut
 from crossdock.workers.model.weights.scheme import E4M3_AT_LOAD, KEYS, PackedForm, scheme_of
@@ -23,7 +32,10 @@ class PackedLinear(nn.Module):
     in_features: int
     out_features: int
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rounded: RoundedRows | None = None) -> Tensor:
+        """Return the product. `rounded`: the rows of x in e4m3, where a kernel has rounded them already."""
+        if rounded is not None:
+            return scaled_product(x, self.packed, self.bias, rounded)
         return packed_product(x, self.packed, self.bias)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:

@@ -54,6 +54,7 @@ def warm_up(engine: Engine) -> SchedulingProfile:
         state_pages=pages.state_pages,
         tensor_parallel_size=model.part.position.tensor_size,
         pipeline_parallel_size=model.part.position.num_stages,
+        device=model.device.type,
         kernels=model.kernels,
         cost=fit.cost,
         encoder_cost=engine.encoder_fit.cost if engine.encoder_fit is not None else None,

@@ -2,7 +2,9 @@
 
 import dataclasses
 import logging
+from collections import Counter
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -25,6 +27,7 @@ from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights.packed_layers import put_linear
+from tests.benchmarks.scripts import script
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import assert_near, in_random_steps, monolithic, random_prompts, through_pages
@@ -33,6 +36,7 @@ from tests.workers.ranks import UNHURRIED_S, Ranks, saved
 
 pytestmark = pytest.mark.skipif(not triton_is_interpreted(), reason="needs Triton: pip install triton")
 
+launches = script("models/launches")
 PROMPTS = random_prompts(5, 23, 30)
 TWO: dict[str, Any] = {"num_hidden_layers": 2}
 FUSED: dict[str, dict[str, Any]] = {
@@ -201,9 +205,9 @@ def test_layers_between_which_embeddings_of_pictures_are_added_stay_apart() -> N
         use_triton_layers(model, [None] * 3)
 
 
-def with_codes(name: str, columns: int | None = None) -> Any:
+def with_codes(name: str, columns: int | None = None, **changes: Any) -> Any:
     """Return a random model whose linears of layers are codes of e4m3, with a scale for each row, or of `columns`."""
-    module = with_biases(name, FUSED[name])
+    module = with_biases(name, FUSED[name] | changes)
     for linear in module.model.layers.modules():
         if isinstance(linear, nn.Linear):
             weight, group = linear.weight.detach(), columns or linear.in_features
@@ -257,3 +261,20 @@ def test_packed_projections_of_one_input_are_one_product_over_the_same_codes(
 def test_layers_with_codes_of_another_form_stay_in_transformers_code() -> None:
     model = wrap_module(with_codes("llama", columns=16), LoadOptions(attention=attention()))
     assert not is_fused(model)
+
+
+@pytest.mark.usefixtures("multiplied")
+def test_packed_layer_launches_at_most_twelve_kernels(launches: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows are rounded by the kernel before each product; those of attention by a kernel of their own."""
+    monkeypatch.setattr(packed, "_has_kernels", lambda _: True)  # as a GPU has; the interpreter runs them
+    counts: list[Counter[str]] = []
+    for num_layers in (1, 2):
+        module = with_codes("llama", num_hidden_layers=num_layers)
+        model = wrap_module(module, LoadOptions(attention=attention()))
+        assert is_fused(model)
+        triton = choose_attention("triton", torch.device("cpu"))
+        counts.append(launches.trace(dataclasses.replace(model, attention=triton), [1, 1, 1]).counts)
+    layer = counts[1] - counts[0]
+    assert layer["quantise_kernel"] == 1
+    assert layer["_scaled_mm"] == 4
+    assert layer.total() <= 12, layer
