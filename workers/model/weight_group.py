@@ -99,7 +99,7 @@ def vllm_group(store: Any, rank: int, size: int, device: torch.device, nccl: Any
 
 
 class _IdReader(pickle.Unpickler):
-    """Reads the pickle of a ctypes structure, and nothing else: whoever reaches the store could write another."""
+    """Reads the pickle of a ctypes structure, and nothing else: another process at the store could write any pickle."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) == ("_ctypes", "_unpickle"):
