@@ -505,6 +505,18 @@ class ClusterConfig(BaseModel):
         return self
 
     @model_validator(mode="after")
+    def _check_kv_events(self) -> Self:
+        """Refuse an address that only one replica can use, where there may be several."""
+        for pool in self.pools:
+            events = (pool.engine or self.engine).kv_events
+            if events is not None and not events.fits_replicas and sum(each.most for each in self.pools) > 1:
+                raise ValueError(
+                    f"engine.kv_events_config: endpoint {events.endpoint} and replay_endpoint {events.replay_endpoint} "
+                    f"are of one replica, and there may be several; give addresses such as tcp://*:5557"
+                )
+        return self
+
+    @model_validator(mode="after")
     def _check_api_keys(self) -> Self:
         check_keys(self.http.api_keys, [slo.name for slo in self.engine.slo_classes], "http.api_keys")
         if self.http.has_weights and self.engine.prefill_order == "fcfs":

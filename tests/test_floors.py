@@ -154,6 +154,7 @@ THIRD_PARTIES = {  # third party: the rooms or files that may import it
     "flash_attn_interface": ["kernels/gpu/flash_attention_3.py"],
     "runai_model_streamer": ["workers/model/loaders/run_ai.py", "workers/model/loaders/objects.py"],
     "fastsafetensors": ["workers/model/loaders/files.py"],
+    "zmq": ["workers/replica/serving/kv_events.py"],
     "humming": ["kernels/gpu/humming_product.py"],
 }
 SOURCES = sorted(

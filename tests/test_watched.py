@@ -109,6 +109,9 @@ WATCHERS = {
         "_listen", "the rank ends, and with it the worker group"
     ),
     "workers/replica/serving/follower.py:_work Thread": Watcher("_load_adapter", "it reports its error to the driver"),
+    "workers/replica/serving/kv_events.py:KVEventPublisher.__init__ Thread": Watcher(
+        "KVEventPublisher._run", "it logs every error and goes on; readers see a gap"
+    ),
     "workers/replica/serving/model_start.py:ModelStart._load_worker_group Thread": Watcher(
         "ModelStart._lost", "the start fails with the reason"
     ),

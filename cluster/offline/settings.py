@@ -24,6 +24,7 @@ OF_A_SERVER = {
     "http.vllm_metrics": "there is no /metrics",
     **dict.fromkeys(("http.rollouts", "http.weights_folder"), "weights change in a server alone"),
     "http.batch_folder": "`crossdock run-batch` runs a file of requests",
+    "engine.kv_events_config": "there is no router that would read them",
     "engine.admission": "all prompts wait, none is refused",
     **dict.fromkeys(("application.name", "application.route_prefix"), "it is of a server on Ray"),
     "pools": "one engine runs in this process; tensor_parallel_size and pipeline_parallel_size divide it",

@@ -197,6 +197,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("engine.kv_cache_host_memory"),
         Flag("engine.kv_cache_files"),
         Flag("engine.kv_cache_dtype"),
+        Flag("engine.kv_events_config"),
         Flag("engine.mm_encoder_cache"),
         Flag("engine.disable_hybrid_kv_cache_manager"),
         Flag("engine.enforce_eager"),

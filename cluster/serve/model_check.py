@@ -14,7 +14,7 @@ from pydantic import ByteSize
 
 from crossdock.cluster.config import ClusterConfig, PoolConfig
 from crossdock.cluster.serve.checkpoint_check import decoder_fields
-from crossdock.kernels.packages import require_backend
+from crossdock.kernels.packages import has_package, require_backend
 from crossdock.workers.model.architecture import require_served_layers
 from crossdock.workers.model.context_length import longest_request, own_length
 from crossdock.workers.model.loaders.objects import origin_of
@@ -45,6 +45,11 @@ def check_model(config: ClusterConfig, folder: Path, *, has_gpus: bool) -> None:
     if isinstance(kinds, list):
         require_served_layers(str(fields.get("model_type")), map(str, kinds))
     longest_request(view, config.model.max_model_len)
+    if any((pool.engine or config.engine).kv_events for pool in config.pools) and not has_package("zmq"):
+        raise ValueError(
+            "kv_events_config: events need pyzmq, which is not installed; pip install 'crossdock[kv-events]', or leave "
+            "it out"
+        )
     if config.is_emulated:
         return
     shapes = _shapes_in(folder)

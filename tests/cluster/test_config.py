@@ -291,6 +291,21 @@ def test_pools_that_exchange_nothing_for_their_weights_are_refused(
         load(None, {"model.path": "/bf16", "pools": pools, "engine": {"max_num_seqs": 32}})
 
 
+@pytest.mark.parametrize("endpoint", ["tcp://router:5557", "ipc:///run/kv"])
+def test_kv_events_of_several_replicas_need_a_port_for_each(endpoint: str) -> None:
+    events = {"enable_kv_cache_events": True, "endpoint": endpoint}
+    engine = {"kv_events_config": events}
+    assert ClusterConfig.model_validate({"engine": engine}).engine.kv_events is not None
+    with pytest.raises(ValidationError, match=r"are of one replica, and there may be several; give addresses such as"):
+        ClusterConfig.model_validate({"engine": engine, "pools": [{"replicas": 2}]})
+
+
+def test_kv_events_without_prefix_caching_are_refused() -> None:
+    engine = {"kv_events_config": {"enable_kv_cache_events": True}, "enable_prefix_caching": False}
+    with pytest.raises(ValidationError, match="kv_events_config must be null without enable_prefix_caching"):
+        ClusterConfig.model_validate({"engine": engine})
+
+
 def test_pools_of_unlike_weights_exchange_pages_where_the_router_mixes_them() -> None:
     pools = [{"name": "prefill"}, {"name": "decode", "checkpoint": "/fp8"}, {"name": "a", "checkpoint": "/bf16"}]
     with pytest.raises(ValueError, match="'decode' has other weights"):

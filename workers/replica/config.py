@@ -17,9 +17,11 @@ from crossdock.kernels.options import (
 )
 from crossdock.workers.model.memory.memory_budget import MemoryBudget
 from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.report.kv_events import KVEventsConfig
 from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
+from crossdock.workers.schedule.memory.page_events import PageEvents
 
 Device: TypeAlias = Literal["cpu", "cuda"]
 
@@ -97,6 +99,11 @@ class EngineConfig(SchedulerConfig):
         None,
         description="Draft tokens and verify several of a stream in one step, as JSON with vLLM's names; null: do not.",
     )
+    kv_events_config: KVEventsConfig | None = Field(
+        None,
+        description="Publish over ZMQ which pages are cached, as JSON with vLLM's names; null: do not. Events have the "
+        "tokens of prompts, and every process that reaches the port reads them.",
+    )
     kv_cache_dtype: KVCacheDtype = Field(
         "auto", description="Dtype of KV pages; auto: the model's; fp8 (e4m3) holds twice as many tokens as bfloat16."
     )
@@ -170,6 +177,22 @@ class EngineConfig(SchedulerConfig):
                 "kv_cache_host_memory and kv_cache_files must be null without enable_prefix_caching: they hold prefixes"
             )
         return self
+
+    @model_validator(mode="after")
+    def _events_are_of_prefixes(self) -> "EngineConfig":
+        if self.kv_events is not None and not self.enable_prefix_caching:
+            raise ValueError("kv_events_config must be null without enable_prefix_caching: no page is cached then")
+        return self
+
+    @property
+    def kv_events(self) -> KVEventsConfig | None:
+        """Return how events of cached pages are published; None: none are."""
+        config = self.kv_events_config
+        return config if config is not None and config.is_on else None
+
+    def new_page_events(self) -> PageEvents | None:
+        """Return where an engine takes down the events that it publishes; None: it publishes none."""
+        return None if self.kv_events is None else PageEvents(self.page_size)
 
     @property
     def kv_files(self) -> tuple[Path | None, int]:

@@ -126,7 +126,7 @@ def index_full_pages(table: RequestTable, request: Request, start: int) -> None:
     size = table.pages.page_size
     num_full = request.num_computed_tokens // size
     if num_full > start // size and table.pages.enable_prefix_caching:
-        table.pages.index(request.owner, request.prefix_hashes(num_full * size, size), first=start // size)
+        table.pages.index(request.owner, request.prefix_hashes(num_full * size, size), start // size, request)
 
 
 def keep_state(table: RequestTable, request: Request) -> None:

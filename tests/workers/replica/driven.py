@@ -14,6 +14,7 @@ from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.serving.engine_thread import EngineThread
+from crossdock.workers.replica.serving.kv_events import open_publisher
 from crossdock.workers.schedule.request.slo import SloClass
 from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.waiting import until
@@ -40,7 +41,7 @@ class Driven:
         self.engine = new_engine(wrap_module(build("llama", {})), EngineConfig.model_validate(settings | config))
         if is_warm:
             warm_up(self.engine)
-        self.thread = EngineThread(self.engine)
+        self.thread = EngineThread(self.engine, kv_events=open_publisher(self.engine.config))
         self.reader = self.thread.channel("test")
         self.ended: dict[str, asyncio.Event] = {}
         self.reading = asyncio.create_task(self._read())

@@ -19,6 +19,7 @@ from crossdock.workers.replica.config import EngineConfig, TransferConfig
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.serving.engine_thread import EngineThread
+from crossdock.workers.replica.serving.kv_events import open_publisher
 from crossdock.workers.replica.transfer.fetches import OnFigures
 from crossdock.workers.replica.transfer.handover import Handover, connect
 from crossdock.workers.schedule.request.request import FinishReason, TokenDelta
@@ -66,7 +67,7 @@ class Side:
 
             return connect(*arguments, on_event, record)
 
-        self.thread = EngineThread(self.engine, recorded)
+        self.thread = EngineThread(self.engine, recorded, open_publisher(self.engine.config))
         self.channel = self.thread.channel("test")
         self.deltas: dict[str, asyncio.Queue[TokenDelta]] = {}
         self.pump = asyncio.create_task(self._pump())

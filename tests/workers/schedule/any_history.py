@@ -10,6 +10,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from crossdock.workers.schedule.ahead import assume_ended
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
+from crossdock.workers.schedule.memory.page_events import PageEvents
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, Window
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
@@ -32,6 +33,7 @@ from tests.workers.schedule.model_free_replica import (
     reference_output,
     sampled_by,
 )
+from tests.workers.schedule.page_reader import PageReader
 from tests.workers.schedule.paged_device import PagedDevice, PagedTier, StatePair
 from tests.workers.schedule.pictures.test_encoding import Device, item
 from tests.workers.schedule.step_checks import LONGEST, check_no_part_reads_what_another_writes, check_step
@@ -161,6 +163,7 @@ class AnyHistory(RuleBasedStateMachine):
         self.scheduler = new_scheduler(
             tiers=self.tier.tiers if mode.has_tiers else None,
             on_evict=self.tier.evicted if mode.has_tiers else None,
+            events=PageEvents(4),
             num_pages=max(pages, self.needs.at_most(LONGEST)) + mode.room,
             windows=mode.windows,
             state_pages=mode.state_pages,
@@ -179,6 +182,7 @@ class AnyHistory(RuleBasedStateMachine):
         )
         self.handoff = self.scheduler.handoff
         self.pages = self.scheduler.pages
+        self.reader = PageReader(4)
         self.now = 0.0
         self.live: dict[str, Request] = {}
         self.being_read: set[str] = set()  # owners whose pages are being sent
@@ -591,6 +595,17 @@ class AnyHistory(RuleBasedStateMachine):
         for each in self.live.values():
             assert each.status in (Status.WAITING, Status.RUNNING, Status.HELD)
         assert all(each.leg is not Leg.LOCAL for each in self.scheduler.table.held)
+
+    @rule(number=st.integers(0, 20))
+    def forget_prefixes(self, number: int) -> None:
+        if not number:  # else no history would have many of them
+            self.pages.block_pool.clear_cache()
+
+    @invariant()
+    def events_of_pages_tell_what_is_cached(self) -> None:
+        if hasattr(self, "scheduler") and (events := self.pages.prefixes.events) is not None:
+            self.reader.read(events.take())
+            assert self.reader.hashes == set(self.pages.prefixes.findable())
 
     @invariant()
     def steps_in_flight_write_to_pages_of_their_own(self) -> None:

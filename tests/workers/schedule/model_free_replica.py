@@ -9,6 +9,7 @@ from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy
 from crossdock.workers.schedule.memory.block_pool import OnEvict
+from crossdock.workers.schedule.memory.page_events import PageEvents
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk, Window
 from crossdock.workers.schedule.pictures.encoding import Encoding
@@ -102,13 +103,14 @@ def new_scheduler(
     encoding: Encoding | None = None,
     tiers: TierPages | None = None,
     on_evict: OnEvict | None = None,
+    events: PageEvents | None = None,
     max_loras: int = 0,
     **config: Any,
 ) -> Scheduler:
     """Return a small scheduler: pages of 4 tokens, 8 places, 32 tokens in a step, unless `config` differs."""
     settings = {"max_num_batched_tokens": 32, "max_num_seqs": 8, "page_size": 4} | config
     checked = SchedulerConfig(**settings)
-    pool = PagePool(num_pages, checked.page_size, caching, windows, state_pages, on_evict)
+    pool = PagePool(num_pages, checked.page_size, caching, windows, state_pages, on_evict, events)
     return Scheduler(
         *(checked, pool, max_model_len, {EOS}, cost),
         depth=depth,

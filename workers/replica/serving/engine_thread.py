@@ -14,6 +14,7 @@ from crossdock.kvtransfer.events import Event
 from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.replica.serving.channel import Channel
 from crossdock.workers.replica.serving.inbox import Calls, Inbox
+from crossdock.workers.replica.serving.kv_events import KVEventPublisher
 from crossdock.workers.replica.serving.observed import ObservedEngine, log_ended, request_logger
 from crossdock.workers.replica.serving.readers import AttemptKey, Superseded
 from crossdock.workers.replica.transfer.handover import Handover, HandoverOpener
@@ -33,9 +34,11 @@ _MOST_FAILURES = 3  # one after the other outside of steps, before the replica e
 class EngineThread(ObservedEngine):
     """Steps an engine for as long as it has work. All public methods belong to the event loop that constructed it."""
 
-    def __init__(self, engine: Engine, opener: HandoverOpener | None = None) -> None:
-        """`opener`: of the transfers with other replicas; None: all work is local."""
-        super().__init__(engine)
+    def __init__(
+        self, engine: Engine, opener: HandoverOpener | None = None, kv_events: KVEventPublisher | None = None
+    ) -> None:
+        """`opener`: of the transfers with other replicas; None: all work is local. Others: see `ObservedEngine`."""
+        super().__init__(engine, kv_events)
         self._num_failures = 0  # outside of steps, since the last step
         self._page_bytes = engine.page_bytes
         self._loop = asyncio.get_running_loop()
@@ -159,7 +162,7 @@ class EngineThread(ObservedEngine):
         await asyncio.to_thread(self._thread.join)
         for each in self.handovers:
             await asyncio.to_thread(each.dock.close)
-        await asyncio.to_thread(self.close_loads)
+        await asyncio.to_thread(self.close_parts)
         self._ended()
 
     def end(self) -> None:
@@ -188,7 +191,7 @@ class EngineThread(ObservedEngine):
         step = self._attempt(self._step) if self.engine.has_work and not self._is_worker_group_lost else None
         self._is_blocked = step is not None and not step.batch
         self._guard(lambda: self._step_handovers(step))
-        self.offer_to_tiers()
+        self.offer_pages()
 
     @property
     def _patience(self) -> float | None:

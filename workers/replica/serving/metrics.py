@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from crossdock.kvtransfer.events import Figures
 from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.replica.engine.sleep import given_up
+from crossdock.workers.replica.serving.kv_events import KVEventPublisher
 from crossdock.workers.replica.transfer.replica_dock import TransferDock
 from crossdock.workers.report.timeline import Progress, Timeline
 from crossdock.workers.report.vllm_names import OF_REPLICAS, exposition
@@ -233,6 +234,13 @@ class EngineMetrics:
             registry=self.registry,
         )
         dropped.set_function(lambda: sum(each.num_unknown + each.num_malformed for each in (d.counts() for d in docks)))
+
+    def watch_kv_events(self, publisher: KVEventPublisher) -> None:
+        """Show at every scrape how many batches of events were published, and how many were lost."""
+        text = "Batches of KV events, since the start: published, or lost because the queue was full."
+        batches = Gauge("crossdock_kv_event_batches", text, ["outcome"], registry=self.registry)
+        batches.labels("published").set_function(lambda: publisher.num_batches - publisher.num_lost)
+        batches.labels("lost").set_function(lambda: publisher.num_lost)
 
     def started(self, ages: Mapping[str, float]) -> None:
         """Show the seconds of each phase of the start. `ages`: those of the process when each phase ended, in order."""

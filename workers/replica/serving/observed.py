@@ -11,6 +11,7 @@ from typing import Any
 
 from crossdock.kvtransfer.events import Figures
 from crossdock.workers.replica.engine.engine import Engine, Step, progress_of
+from crossdock.workers.replica.serving.kv_events import KVEventPublisher
 from crossdock.workers.replica.serving.metrics import EngineMetrics
 from crossdock.workers.replica.serving.readers import AttemptKey, Readers
 from crossdock.workers.report.live_profile import LiveProfile, PageChanges
@@ -32,8 +33,10 @@ def log_ended(ended: Sequence[Timeline]) -> None:
 class ObservedEngine:
     """An engine with its metrics, the timelines of its requests, its recent steps, and what it tells routers."""
 
-    def __init__(self, engine: Engine) -> None:
+    def __init__(self, engine: Engine, kv_events: KVEventPublisher | None = None) -> None:
+        """`kv_events`: publishes the events of cached pages, which `engine` takes down; None: they stay unpublished."""
         self.engine = engine
+        self.kv_events = kv_events
         self.readers = Readers()
         self.metrics = EngineMetrics(engine)
         unix_at_zero = time.time() - engine.clock()
@@ -41,6 +44,8 @@ class ObservedEngine:
         self.steps = RecentSteps(unix_at_zero, uuid.uuid4().hex)
         self.publisher = Publisher(engine.scheduler, uuid.uuid4().hex)
         self.num_computed = 0  # tokens, since the start
+        if kv_events is not None:
+            self.metrics.watch_kv_events(kv_events)
 
     def stepped(self, step: Step) -> Progress:
         """Note a step that has ended. Returns the progress of its requests."""
@@ -61,8 +66,11 @@ class ObservedEngine:
             return None, ()
         return self.publisher.live(now, interval), self.publisher.page_changes()
 
-    def offer_to_tiers(self) -> None:
-        """Write cached pages to files while there is nothing to compute, so that a restart finds them."""
+    def offer_pages(self) -> None:
+        """Publish the events of cached pages; write cached pages to files while there is nothing to compute, so that a
+        restart finds them."""
+        if self.kv_events is not None and (log := self.engine.pages.prefixes.events) is not None:
+            self.kv_events.publish(log.take())
         if self.engine.tiers is not None and not self.engine.has_work:
             self.engine.tiers.offer(self.engine.pages.block_pool)
 
@@ -71,8 +79,10 @@ class ObservedEngine:
         if self.engine.tiers is not None:
             self.engine.tiers.tell_if_stuck()
 
-    def close_loads(self) -> None:
-        """End the threads of the tiers and of adapters."""
+    def close_parts(self) -> None:
+        """End the threads of the tiers, of adapters, and of the events of pages."""
+        if self.kv_events is not None:
+            self.kv_events.close()
         if self.engine.adapters is not None:
             self.engine.adapters.close()
         if self.engine.tiers is not None:

@@ -22,6 +22,7 @@ from crossdock.workers.replica.serving.controls import Controls
 from crossdock.workers.replica.serving.engine_thread import EngineThread
 from crossdock.workers.replica.serving.fault import end_if_marked
 from crossdock.workers.replica.serving.interpreter import prepare_interpreter, process_age, wait_quietly
+from crossdock.workers.replica.serving.kv_events import open_publisher
 from crossdock.workers.replica.serving.notices import leave_notice, remove_notice
 from crossdock.workers.replica.serving.outlet import Outlet
 from crossdock.workers.replica.serving.own_node import bind_serve_to_own_node
@@ -94,6 +95,8 @@ class Replica:
         logger.info("started: %s", ", ".join(f"{phase} after {age:.1f} s" for phase, age in ages.items()))
         thread.metrics.started(ages)
         self._machine = started.machine | {"start_s": ages}
+        if thread.kv_events is not None:
+            self._machine["kv_events"] = thread.kv_events.addresses
         update = {"role": spec.role, "compatibility": compatibility, "weights": weights, **thread.addresses}
         update["dtype"] = "" if engine.executor.model is None else str(engine.model.dtype).removeprefix("torch.")
         self.profile = started.profile.model_copy(update=update | {"start_s": ages["ready"]})
@@ -161,17 +164,18 @@ def _start_thread(started: Started, of_pages: str, spec: ReplicaSpec) -> EngineT
     `of_pages` names what KV pages are computed with.
     """
     engine = started.engine
+    kv_events = open_publisher(engine.config)
     if spec.transfer is None:
-        return EngineThread(engine)
+        return EngineThread(engine, kv_events=kv_events)
     transfer = spec.transfer.model_copy(update={"host": spec.transfer.host or ray.util.get_node_ip_address()})
     arguments = spec.role, transfer
     try:
-        return EngineThread(engine, partial(connect, engine, of_pages, *arguments))
+        return EngineThread(engine, partial(connect, engine, of_pages, *arguments), kv_events)
     except TransportUnavailable as unavailable:
         if spec.role != "mixed":
             raise
         logger.warning("no prefix is fetched from another replica, or sent to one: %s", unavailable)
-        return EngineThread(engine)
+        return EngineThread(engine, kv_events=kv_events)
 
 
 def log_file() -> str:

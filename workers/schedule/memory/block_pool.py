@@ -112,6 +112,8 @@ class BlockPool:
             self._forget(page)
         for snapshot in [*self.prefixes.snapshots.values()]:
             self._forget(snapshot[0])
+        if self.prefixes.events is not None:
+            self.prefixes.events.cleared()
         return num_cached
 
     def _evict(self) -> int:

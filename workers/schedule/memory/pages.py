@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from crossdock.workers.schedule.memory.block_pool import BlockPool, OnEvict
 from crossdock.workers.schedule.memory.owned_states import OwnedStates
+from crossdock.workers.schedule.memory.page_events import PageEvents
 from crossdock.workers.schedule.memory.prefix_index import (
     HOLE,
     MISSING,
@@ -26,6 +27,7 @@ from crossdock.workers.schedule.memory.prefix_index import (
     first_visible_page,
 )
 from crossdock.workers.schedule.request.page_hashes import PageHash
+from crossdock.workers.schedule.request.request import Request
 
 
 @dataclass(slots=True)
@@ -63,11 +65,12 @@ class PagePool:
         windows: Sequence[Window] = (None,),
         state_pages: int = 0,
         on_evict: OnEvict | None = None,
+        events: PageEvents | None = None,
     ) -> None:
         """Create a pool of free pages of `page_size` tokens each.
 
         `windows`: of each group of layers. `state_pages`: how many the state of one owner needs. `on_evict`: offers the
-        content of evicted pages to tiers.
+        content of evicted pages to tiers. `events`: see `PrefixIndex`.
 
         Raises:
             ValueError: `num_pages` or `page_size` is below 1.
@@ -81,7 +84,7 @@ class PagePool:
         self.has_windows = any(window is not None for window in self.windows)
         self.state_pages = state_pages
         groups = max(len(self.windows), 1)  # each needs a page for the same tokens
-        self.prefixes = PrefixIndex(self.windows, page_size, has_states=bool(state_pages))
+        self.prefixes = PrefixIndex(self.windows, page_size, bool(state_pages), events)
         self.block_pool = BlockPool(num_pages, page_size / groups, self.prefixes, state_pages, on_evict)
         self.states = OwnedStates(self.block_pool, state_pages, enable_prefix_caching)
         self._owned: dict[str, tuple[_Held, ...]] = {}  # of each group
@@ -215,18 +218,24 @@ class PagePool:
                 held.pages.extend([HOLE] * (first - len(held.pages)))
                 held.first = first
 
-    def index(self, owner: str, hashes: Sequence[PageHash], first: int) -> None:
+    def index(self, owner: str, hashes: Sequence[PageHash], first: int, request: Request | None = None) -> None:
         """Index the pages of `owner` from number `first` on under `hashes[first:]`. Their content must be written.
 
-        If a page with the same content is indexed already, that page stays in the index.
+        If a page with the same content is indexed already, that page stays in the index. `request`: whose tokens these
+        pages hold, where the index has `events`.
         """
         if not self.enable_prefix_caching:
             return
+        events = self.prefixes.events
+        known = self.prefixes.by_group[0] if self.prefixes.by_group else {}
+        lacked = [] if events is None else [n for n in range(first, len(hashes)) if hashes[n] not in known]
         for group, (held, index) in enumerate(zip(self._owned[owner], self.prefixes.by_group, strict=True)):
             for page, page_hash in zip(held.pages[first : len(hashes)], hashes[first:], strict=True):
                 if page != HOLE and page_hash not in index and self.block_pool.hash_of[page] is None:
                     self.prefixes.add(group, page_hash, page)
                     self.block_pool.hash_of[page] = page_hash
+        if events is not None and request is not None:
+            events.stored(request, [number for number in lacked if hashes[number] in known])
 
     def release(self, owner: str) -> int:
         """Take all pages from `owner`, and return how many of them have no owner now. Unknown owners have none.

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
+from crossdock.workers.schedule.memory.page_events import PageEvents
 from crossdock.workers.schedule.request.page_hashes import PageHash
 
 HOLE = -1
@@ -73,8 +74,11 @@ class HashChanges:
 class PrefixIndex:
     """The indexed pages of a pool by the prefix that they end, for each group of layers, and its snapshots."""
 
-    def __init__(self, windows: Sequence[Window], page_size: int, has_states: bool) -> None:
-        """`windows`: of each group of layers. `has_states`: recurrent layers need a snapshot at the end of a hit."""
+    def __init__(
+        self, windows: Sequence[Window], page_size: int, has_states: bool, events: PageEvents | None = None
+    ) -> None:
+        """`windows`: of each group of layers. `has_states`: recurrent layers need a snapshot at the end of a hit.
+        `events`: takes down what happens to pages; None: no process outside the cluster reads that."""
         self._windows = tuple(windows)
         self._page_size = page_size
         self._has_states = has_states
@@ -82,6 +86,7 @@ class PrefixIndex:
         self.by_group: tuple[dict[PageHash, int], ...] = tuple({} for _ in windows)
         self.snapshots: dict[PageHash, Sequence[int]] = {}  # the pages of each
         self.changes = HashChanges()  # of the first group, which has no window if any has none
+        self.events = events
 
     def add(self, group: int, page_hash: PageHash, page: int) -> None:
         """Index a page of a group that has no page of that hash."""
@@ -94,6 +99,8 @@ class PrefixIndex:
         del self.by_group[group][page_hash]
         if not group:
             self.changes.note(page_hash, came=False)
+            if self.events is not None:
+                self.events.removed(page_hash)
 
     def findable(self) -> list[PageHash]:
         """Return the hashes indexed for the first group, in that order: the beginning of a prefix before its end."""

@@ -98,7 +98,7 @@ class Awaited:
         before = prefix.num_landed
         prefix.num_landed = num_pages
         if num_pages > before:
-            pages.index(prefix.owner, prefix.hashes[:num_pages], first=before)
+            pages.index(prefix.owner, prefix.hashes[:num_pages], before, prefix.request)
             if prefix.state and num_pages == len(prefix.hashes):
                 pages.states.index(prefix.owner, prefix.state, prefix.hashes)
 

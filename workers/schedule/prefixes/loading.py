@@ -216,7 +216,7 @@ class TierLoading:
             self.awaited.land(load.prefix, load.landed_until)
             return
         load.tail.landed_from = load.landed_from
-        self.table.pages.index(load.prefix.owner, load.prefix.hashes, load.landed_from)
+        self.table.pages.index(load.prefix.owner, load.prefix.hashes, load.landed_from, load.prefix.request)
 
     def predicted(self, request: Request) -> tuple[int, float]:
         """Return how many pages of a prompt will be there when it is computed, and the seconds until then."""

@@ -42,6 +42,7 @@ VALUES = {  # an example of a value, as vLLM or SGLang take it; others take none
     "--gpu-memory-utilization": "0.8",
     "--host": "127.0.0.1",
     "--kv-cache-dtype": "fp8",
+    "--kv-events-config": '{"enable_kv_cache_events": true, "publisher": "zmq", "endpoint": "tcp://*:5557"}',
     "--quantization": "int8",
     "-q": "int8",
     "--kv-cache-memory-bytes": "2G",
