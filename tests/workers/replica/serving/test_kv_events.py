@@ -165,6 +165,10 @@ def test_address_that_cannot_be_listened_on_is_refused_by_name() -> None:
         KVEventPublisher(KVEventsConfig.model_validate({"endpoint": "ipc:///nowhere/kv"}), 4)
 
 
+def _nothing() -> None:
+    """Do nothing between two steps: then the turn before has published its events."""
+
+
 async def test_events_of_a_served_replica_are_those_of_its_index() -> None:
     settings = ANY_PORT | {"replay_endpoint": None}
     async with driving(kv_events_config=settings) as driven:
@@ -175,6 +179,7 @@ async def test_events_of_a_served_replica_are_those_of_its_index() -> None:
             reader.join(publisher)
             await driven.run("a", 100)
             await driven.run("b", 50)
+            await driven.thread.call(_nothing)
             index = driven.engine.pages.prefixes
             held = {int.from_bytes(each[-8:], "big") for each in index.findable()}
             stored = [each for each in reader.read_until(publisher) if each["type"] == "BlockStored"]
@@ -184,6 +189,7 @@ async def test_events_of_a_served_replica_are_those_of_its_index() -> None:
             assert len(tokens) == size * len(held)
             assert tokens[:4] == [4, 3, 4, 5]
             await driven.thread.call(driven.engine.pages.block_pool.clear_cache)
+            await driven.thread.call(_nothing)
             assert reader.read_until(publisher)[-1] == {"type": "AllBlocksCleared"}
         assert driven.metric("crossdock_kv_event_batches", outcome="published") == publisher.num_batches
         assert driven.metric("crossdock_kv_event_batches", outcome="lost") == 0
@@ -198,6 +204,7 @@ async def test_decode_replica_publishes_the_pages_that_came_to_it() -> None:
             reader = Subscriber(found)
             reader.join(publisher)
             await ship(prefill, decode_side, submission(prompts()[6]))
+            await decode_side.thread.call(_nothing)
             held = {int.from_bytes(each[-8:], "big") for each in decode_side.engine.pages.prefixes.findable()}
             assert held
             stored = [each for each in reader.read_until(publisher) if each["type"] == "BlockStored"]
