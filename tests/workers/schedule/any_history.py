@@ -596,11 +596,6 @@ class AnyHistory(RuleBasedStateMachine):
             assert each.status in (Status.WAITING, Status.RUNNING, Status.HELD)
         assert all(each.leg is not Leg.LOCAL for each in self.scheduler.table.held)
 
-    @rule(number=st.integers(0, 20))
-    def forget_prefixes(self, number: int) -> None:
-        if not number:  # else no history would have many of them
-            self.pages.block_pool.clear_cache()
-
     @invariant()
     def events_of_pages_tell_what_is_cached(self) -> None:
         if hasattr(self, "scheduler") and (events := self.pages.prefixes.events) is not None:
