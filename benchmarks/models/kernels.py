@@ -18,12 +18,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tables
 import torch
 from tables import hardware
 
-from crossdock.kernels.cpu.choice import KernelChoice
+from crossdock.kernels.cpu.choice import KernelChoice, of_plain_weights
 from crossdock.kernels.cpu.decoder import DecoderShape
 from crossdock.kernels.cpu.huge_pages import HugePages
 from crossdock.kernels.cpu.linear import rounds_rows, usable_kernels, usable_packed_kernels
 from crossdock.kernels.cpu.packed_linear import CodeForm
-from crossdock.kernels.cpu.stack_choice import CHUNK_ROWS, CONTEXT, stack_cells, stack_choice
+from crossdock.kernels.cpu.stack_choice import CHUNK_ROWS, CONTEXT, stack_cells
 from crossdock.kernels.options import Kernel
 
 HEADS, KV_HEADS, HEAD_DIM, LAYERS = 9, 3, 64, 30
@@ -65,7 +65,7 @@ def shown(dtype: torch.dtype) -> str:
 def layers(seconds: float, dtype: torch.dtype) -> None:
     """Time all layers of a step: decodes below 64 rows, one chunk from there."""
     kernels = usable_kernels(dtype)
-    choice = stack_choice(SHAPE, LAYERS, dtype, kernels)
+    choice = of_plain_weights(kernels)
     print(f"\nall layers of a step in {shown(dtype)}, ms; chosen: {choice}")
     print(f"{'':8} {'rows':>5} " + " ".join(f"{kernel:>16}" for kernel in kernels) + "   chosen, chosen / best")
     cells = stack_cells(SHAPE, LAYERS, dtype, kernels, ROWS)

@@ -1,4 +1,4 @@
-"""Choose between CPU kernels by measured seconds. Pure: a table of seconds comes in, a choice by rows goes out."""
+"""Choose CPU kernels: of plain weights by a rule, of others by measured seconds. Pure: a table of seconds comes in."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -7,14 +7,10 @@ from itertools import permutations
 from crossdock.kernels.options import Kernel
 
 PREFERENCE: tuple[Kernel, ...] = ("native", "int8", "amx", "onednn", "torch")
-"""Which kernel is taken where several are as fast. Rows of `native` never depend on the batch, on any machine."""
+"""Which kernel is taken first of those that run. Rows of `native` never depend on the batch, on any machine."""
 
 MARGIN = 1.1
-"""A kernel this many times slower than the fastest counts as equal.
-
-A second kernel needs a second copy of the weights, so it must be faster than the first by more than this for some
-number of rows.
-"""
+"""A kernel this many times slower than the fastest counts as equal: so much other work on the machine may change."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +27,7 @@ class KernelChoice:
 
     @property
     def kernels(self) -> tuple[Kernel, ...]:
-        """Return the kernels in use: each needs the weights in its own format."""
+        """Return the kernels in use."""
         return (self.few,) if self.few == self.many else (self.few, self.many)
 
     def __str__(self) -> str:
@@ -45,7 +41,16 @@ def only(kernel: Kernel) -> KernelChoice:
     return KernelChoice(kernel, kernel)
 
 
-def choose(seconds: Mapping[Kernel, Sequence[float]], rows: Sequence[int], max_kernels: int = 2) -> KernelChoice:
+def of_plain_weights(kernels: Sequence[Kernel]) -> KernelChoice:
+    """Return the choice between `kernels`, in the order of `PREFERENCE`, for plain weights: the first, for all rows.
+
+    On each kind of CPU in benchmarks/records/cpu-kernels.md it is the fastest for each number of rows. A measurement
+    as a server starts finds that on a quiet machine alone, and a second kernel takes a second copy of the weights.
+    """
+    return only(kernels[0])
+
+
+def choose(seconds: Mapping[Kernel, Sequence[float]], rows: Sequence[int]) -> KernelChoice:
     """Return the choice with the fewest kernels that is within `MARGIN` of the fastest everywhere.
 
     If there is none, return the choice whose worst ratio to the fastest is the smallest. At most one kernel for few
@@ -54,12 +59,10 @@ def choose(seconds: Mapping[Kernel, Sequence[float]], rows: Sequence[int], max_k
     Args:
         seconds: of each kernel, one number for each of `rows`.
         rows: ascending.
-        max_kernels: 1 where there is no memory for two copies of the weights.
     """
     kernels = [kernel for kernel in PREFERENCE if kernel in seconds]
     choices = [only(kernel) for kernel in kernels]
-    if max_kernels > 1:
-        choices += [KernelChoice(few, many, count) for few, many in permutations(kernels, 2) for count in rows[1:]]
+    choices += [KernelChoice(few, many, count) for few, many in permutations(kernels, 2) for count in rows[1:]]
     ratios = {choice: _slowdowns(choice, seconds, rows) for choice in choices}
     close = [choice for choice in choices if max(ratios[choice]) <= MARGIN]
     for choice in close:

@@ -228,17 +228,16 @@ def linear_choice(
     weights: Weights,
     dtype: torch.dtype,
     kernels: Sequence[Kernel],
-    form: CodeForm | None = None,  # of packed weights
-    max_kernels: int = 2,
+    form: CodeForm,
 ) -> KernelChoice:
-    """Return the choice for products of one shape. See `measured_choice`.
+    """Return the choice for products of one shape with packed weights. See `measured_choice`.
 
     Takes about a second, at the first start on a machine.
     """
     shape = [weights.out_features, weights.in_features, weights.count]
-    key = {"weights": shape, "dtype": str(dtype), **({} if form is None else {"form": list(form)})}
+    key = {"weights": shape, "dtype": str(dtype), "form": list(form)}
     cells = partial(linear_cells, weights, dtype, kernels, form=form)
-    return measured_choice(name, key, kernels, ROWS, cells, max_kernels)
+    return measured_choice(name, key, kernels, ROWS, cells)
 
 
 def linear_cells(

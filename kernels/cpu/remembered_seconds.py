@@ -52,7 +52,6 @@ def measured_choice(
     kernels: Sequence[Kernel],
     rows: Sequence[int],
     cells: Callable[[Sequence[int]], Cells],
-    max_kernels: int = 2,
 ) -> KernelChoice:
     """Return the choice between `kernels` for these numbers of rows, and log it.
 
@@ -62,13 +61,12 @@ def measured_choice(
         name: for the log.
         key: names what is measured, as JSON values.
         cells: makes the calls for some of `rows`.
-        max_kernels: see `choose`.
     """
     if len(kernels) == 1:
         return only(kernels[0])
     whole = {"name": name, **key, "kernels": list(kernels), "rows": list(rows), "threads": torch.get_num_threads()}
     kept = _remembered(json.dumps(whole, sort_keys=True), lambda: measure(kernels, rows, cells(rows)))
-    choice = choose(kept.seconds, rows, max_kernels)
+    choice = choose(kept.seconds, rows)
     table = kept.seconds.items()
     shown = ", ".join(f"{kernel} {'/'.join(f'{1e3 * s:.3g}' for s in seconds)}" for kernel, seconds in table)
     busy = "; the machine was busy, so a start after a day measures again" if kept.is_disturbed else ""

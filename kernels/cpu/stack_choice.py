@@ -1,4 +1,4 @@
-"""Choose the kernel of a model's decoder layers by the seconds of whole layers.
+"""Choose the kernel of packed decoder layers by the seconds of whole layers.
 
 Products measured one by one say too little: all layers as one call of decoder.cpp save the dispatch between products,
 and a product that is repeated finds its weight in the cache. So a few whole layers are measured, enough that their
@@ -55,10 +55,9 @@ def stack_choice(
     num_layers: int,
     dtype: torch.dtype,
     kernels: Sequence[Kernel],
-    form: CodeForm | None = None,  # of packed weights
-    max_kernels: int = 2,
+    form: CodeForm,
 ) -> KernelChoice:
-    """Return the choice for a model's decoder layers. See `measured_choice`.
+    """Return the choice for a model's decoder layers with packed weights. See `measured_choice`.
 
     Takes about two seconds, at the first start on a machine.
 
@@ -66,10 +65,9 @@ def stack_choice(
         OSError: the steps between products cannot be compiled.
     """
     sample = sample_of(shape, num_layers, dtype, form)
-    named = {} if form is None else {"form": list(form)}
-    key = {"layers": num_layers, "shape": str(shape), "dtype": str(dtype), **named}
+    key = {"layers": num_layers, "shape": str(shape), "dtype": str(dtype), "form": list(form)}
     cells = partial(stack_cells, *sample, dtype, kernels, form=form)
-    return measured_choice("decoder layers", key, kernels, ROWS, cells, max_kernels)
+    return measured_choice("decoder layers", key, kernels, ROWS, cells)
 
 
 def stack_cells(

@@ -101,7 +101,6 @@ def load_model(
         kv_cache_dtype=spec.kv_cache_dtype,
         cpu_kernels=spec.cpu_kernels,
         batch_invariant=spec.batch_invariant,
-        kv_bytes=kv_bytes,
         quantization=spec.quantization,
         used_by_others=used_by_others,
         max_lora_rank=spec.max_lora_rank,

@@ -21,7 +21,6 @@ class LoadOptions:
     kv_cache_dtype: KVCacheDtype = "auto"  # auto: the model's own
     cpu_kernels: CpuKernels = "auto"
     batch_invariant: bool = False  # refuse a model whose bits depend on the batch
-    kv_bytes: int | None = None  # of memory that must stay free for pages; None: no need to check
     quantization: Quantization | None = None
     used_by_others: int = 0  # see `LoadedModel`
     max_lora_rank: int = 0  # of adapters; 0: the model takes none

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossdock.kernels.cpu.choice import MARGIN, KernelChoice, choose, only
+from crossdock.kernels.cpu.choice import MARGIN, PREFERENCE, KernelChoice, choose, of_plain_weights, only
 from crossdock.kernels.options import Kernel
 
 ROWS = (1, 4, 8, 16, 32, 64, 256, 1024)
@@ -39,8 +39,31 @@ def test_equal_kernels_need_only_one_copy_of_the_weights() -> None:
     assert choose(table, (1, 64)) == only("native")
 
 
-def test_memory_for_one_copy_takes_the_kernel_with_the_smallest_worst_ratio() -> None:
-    assert choose(INTEL_AMX, ROWS, max_kernels=1) == only("onednn")
+# ms for all layers of SmolLM2-135M with attention, as in benchmarks/records/cpu-kernels.md
+RECORDED: dict[str, dict[Kernel, list[float]]] = {
+    "avx512_bf16, Zen 5": {
+        "native": [3.5, 6.1, 11.3, 63.6, 307],
+        "onednn": [14.5, 17.2, 26.1, 87.2, 339],
+        "torch": [16.0, 18.9, 28.2, 91.3, 352],
+    },
+    "avx512_bf16, Zen 4": ZEN_4,
+    "avx2, Zen 3": {
+        "native": [7.3, 7.7, 13.8, 23.7, 45.6, 78.3, 312],
+        "onednn": [30.8, 38.1, 44.5, 60.2, 88.2, 142, 438],
+    },
+    "amx_bf16": {
+        "native": [9.0, 10.6, 12.4, 16.8, 17.8, 25.2, 51, 481],
+        "onednn": [29.5, 31.5, 35.5, 44.9, 51.0, 59.2, 111, 621],
+    },
+}
+
+
+@pytest.mark.parametrize("cpu", RECORDED)
+def test_kernel_of_plain_weights_is_the_fastest_on_each_recorded_cpu(cpu: str) -> None:
+    table = RECORDED[cpu]
+    chosen = of_plain_weights([kernel for kernel in PREFERENCE if kernel in table])
+    assert all(table[chosen.few][row] == min(seconds) for row, seconds in enumerate(zip(*table.values(), strict=True)))
+    assert chosen == only("native")
 
 
 def test_machine_without_own_products_chooses_between_libraries() -> None:

@@ -57,9 +57,9 @@ class TimedMachine:
         self.now += seconds * (2 if self.is_busy and self.num_calls // 10 % 3 else 1)
         self.num_calls += 1
 
-    def choice(self, key: str = "one", max_kernels: int = 2) -> KernelChoice:
+    def choice(self, key: str = "one") -> KernelChoice:
         """Return the choice that a replica makes on this machine."""
-        return measured_choice("products", {"key": key}, KERNELS, ROWS, self.cells, max_kernels)
+        return measured_choice("products", {"key": key}, KERNELS, ROWS, self.cells)
 
 
 @pytest.fixture

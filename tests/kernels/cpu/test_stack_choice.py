@@ -10,6 +10,7 @@ from crossdock.kernels.cpu import stack_choice as stacks
 from crossdock.kernels.cpu.choice import only
 from crossdock.kernels.cpu.decoder import DecoderShape
 from crossdock.kernels.cpu.linear import usable_kernels
+from crossdock.kernels.cpu.packed_linear import CodeForm
 from crossdock.kernels.cpu.stack_choice import sample_of, stack_cells, stack_choice
 
 TINY = DecoderShape(
@@ -21,6 +22,7 @@ SMOL = DecoderShape(
 LLAMA_8B = DecoderShape(
     hidden=4096, num_heads=32, num_kv_heads=8, head_dim=128, intermediate=14336, eps=1e-5, qk_eps=0.0, scale=0.09
 )
+FORM = CodeForm("int4", 32, has_offsets=False)
 
 
 @pytest.mark.parametrize(("shape", "num_layers"), [(TINY, 2), (SMOL, 30), (LLAMA_8B, 32)])
@@ -59,8 +61,8 @@ def test_choice_of_layers_is_measured_once_and_says_so(
     monkeypatch.setenv("CROSSDOCK_CACHE", str(tmp_path))
     monkeypatch.setattr(stacks, "ROWS", (1, 16))
     with caplog.at_level(logging.INFO):
-        first = stack_choice(TINY, 2, torch.float32, ("onednn", "torch"))
-    assert caplog.messages[-1].startswith(f"decoder layers: {first} (ms for 1/16 rows: onednn ")
+        first = stack_choice(TINY, 2, torch.float32, ("native", "torch"), FORM)
+    assert caplog.messages[-1].startswith(f"decoder layers: {first} (ms for 1/16 rows: native ")
     monkeypatch.setattr(stacks, "stack_cells", lambda *_: pytest.fail("measured again"))
-    assert stack_choice(TINY, 2, torch.float32, ("onednn", "torch")) == first
-    assert stack_choice(TINY, 2, torch.float32, ("torch",)) == only("torch")
+    assert stack_choice(TINY, 2, torch.float32, ("native", "torch"), FORM) == first
+    assert stack_choice(TINY, 2, torch.float32, ("torch",), FORM) == only("torch")

@@ -12,7 +12,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from crossdock.kernels.cpu.choice import KernelChoice, only
+from crossdock.kernels.cpu.choice import KernelChoice, of_plain_weights, only
 from crossdock.kernels.cpu.decoder import DecoderLayer, DecoderShape, DecoderStack, Weight
 from crossdock.kernels.cpu.linear import (
     ChosenLinear,
@@ -153,13 +153,11 @@ def fuse(
     windows: Sequence[int | None],
     attention: Callable[..., Tensor],
     cpu_kernels: CpuKernels = "auto",
-    free_bytes: int | None = None,
     kernel: Kernel | None = None,
 ) -> Fusion:
     """Replace the decoder layers and the head of a CPU model.
 
-    `attention` is the model's `paged_attention`. Plain weights are kept in the formats of two kernels only if both
-    copies fit into `free_bytes`; None: they do. `kernel` int8 rounds plain weights to int8, and rows of all products;
+    `attention` is the model's `paged_attention`. `kernel` int8 rounds plain weights to int8, and rows of all products;
     None: the fastest kernels that do not round.
 
     Raises:
@@ -177,7 +175,7 @@ def fuse(
     has_codes = is_packed(model)
     _check_forms(weights)
     try:
-        layers_choice, head_choice = _choices(shape, weights, head_weight, cpu_kernels, free_bytes, kernel)
+        layers_choice, head_choice = _choices(shape, weights, head_weight, cpu_kernels, kernel)
         is_narrow = "native" in layers_choice.kernels and weights[0].input_norm.dtype is torch.float32
         if has_codes:
             weights.clear()
@@ -301,23 +299,21 @@ def _choices(
     layers: Sequence[DecoderLayer],
     head: Weight,
     setting: CpuKernels,
-    free_bytes: int | None,
     kernel: Kernel | None,
 ) -> tuple[KernelChoice, KernelChoice]:
-    """Return the kernels of the layers and of the head: `kernel`; None: those of `setting`, by measured seconds."""
+    """Return the kernels of the layers and of the head: `kernel`; None: those of `setting` that are the fastest."""
     if kernel is not None:
         return only(kernel), only(kernel)
     dtype = layers[0].input_norm.dtype
     (of_layers, of_head) = _usable(layers, head, setting)
-    form, head_form = (None if isinstance(each, Tensor) else CodeForm.of(each) for each in (layers[0].gate, head))
-    head_weights = Weights(head.shape[0], head.shape[1], count=1)
-    num_bytes = sum(each.num_bytes(dtype, form) for each in shape.matrices(len(layers)))
-    num_bytes += head_weights.num_bytes(dtype, head_form)
-    max_kernels = 2 if free_bytes is None or 2 * num_bytes <= free_bytes else 1
-    return (
-        stack_choice(shape, len(layers), dtype, of_layers, form, max_kernels),
-        linear_choice("output projection", head_weights, dtype, of_head, head_form, max_kernels),
-    )
+    if isinstance(layers[0].gate, PackedMatrix):
+        layers_choice = stack_choice(shape, len(layers), dtype, of_layers, CodeForm.of(layers[0].gate))
+    else:
+        layers_choice = of_plain_weights(of_layers)
+    if isinstance(head, Tensor):
+        return layers_choice, of_plain_weights(of_head)
+    weights = Weights(head.shape[0], head.shape[1], count=1)
+    return layers_choice, linear_choice("output projection", weights, dtype, of_head, CodeForm.of(head))
 
 
 def _check_forms(layers: Sequence[DecoderLayer]) -> None:

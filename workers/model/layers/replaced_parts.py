@@ -26,7 +26,6 @@ from crossdock.workers.model.layers.llama_layers import NotFusableError, is_pack
 from crossdock.workers.model.layers.triton_layers import use_triton_layers
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.logits_check import PROBE_LENGTHS, LogitsCheck
-from crossdock.workers.model.memory.memory_fit import free_memory
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.network import Network
 from crossdock.workers.model.weights.formats import Int8Weights
@@ -165,12 +164,11 @@ def fuse_layers_if_equal(model: LoadedModel, check: LogitsCheck, options: LoadOp
     try:
         if model.part.position.size > 1:
             raise NotFusableError("each rank has only a part of them")
-        free = None if options.kv_bytes is None else free_memory() - options.kv_bytes
         sliding = _sliding(model.windows)
         attention = model.attention.paged_attention
         if num_deep_layers(model.config):
             raise NotFusableError("embeddings of pictures are added between layers")
-        fusion = fuse(model.module, sliding, attention, options.cpu_kernels, free, weights.kernel)
+        fusion = fuse(model.module, sliding, attention, options.cpu_kernels, weights.kernel)
         if options.batch_invariant and set(fusion.layers.kernels + fusion.head.kernels) - {"native", "int8"}:
             raise NotFusableError(f"products run by {fusion}; own adds in one order")
     except NotFusableError as reason:

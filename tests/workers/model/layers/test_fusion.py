@@ -11,7 +11,7 @@ from torch import Tensor
 from crossdock.kernels.backend import choose_attention
 from crossdock.kernels.cpu import decoder, linear, packed_linear
 from crossdock.kernels.cpu.build import cpu_flags
-from crossdock.kernels.cpu.choice import KernelChoice, only
+from crossdock.kernels.cpu.choice import KernelChoice
 from crossdock.kernels.cpu.linear import interleave
 from crossdock.kernels.options import CpuKernels
 from crossdock.kernels.packed import PackedMatrix
@@ -110,8 +110,7 @@ def test_fused_float32_logits_equal_transformers(name: str, kernel: CpuKernels) 
 @needs_native
 def test_kernel_changes_with_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few rows by our products and many by oneDNN's, over one KV pool."""
-    for chooses in ("stack_choice", "linear_choice"):
-        monkeypatch.setattr(fusion, chooses, lambda *_: KernelChoice("native", "onednn", 8))
+    monkeypatch.setattr(fusion, "of_plain_weights", lambda _: KernelChoice("native", "onednn", 8))
     module = bf16("llama", WIDE)
     expected = [monolithic(module, prompt).float() for prompt in PROMPTS]
     model = wrap_module(module)
@@ -119,20 +118,6 @@ def test_kernel_changes_with_the_rows_of_a_step(monkeypatch: pytest.MonkeyPatch)
     got = in_random_steps(model, PROMPTS, seed=7)
     for ours, theirs in zip(got, expected, strict=True):
         assert (ours - theirs).norm() <= 0.02 * theirs.norm()
-
-
-def test_second_format_is_not_packed_where_memory_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-
-    def choice(*arguments: Any) -> KernelChoice:
-        asked.append(arguments[-1])
-        return only("torch")
-
-    for chooses in ("stack_choice", "linear_choice"):
-        monkeypatch.setattr(fusion, chooses, choice)
-    wrap_module(bf16("llama", WIDE), LoadOptions(kv_bytes=0))
-    wrap_module(bf16("llama", WIDE), LoadOptions(kv_bytes=1 << 60))
-    assert asked == [2, 2, 1, 1]
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
