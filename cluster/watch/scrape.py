@@ -16,6 +16,7 @@ CHUNK_TOKENS = "crossdock_chunk_tokens"  # histogram
 PROMPT_TOKENS = "crossdock_prompt_tokens_total"  # computed
 OUTPUT_TOKENS = "crossdock_output_tokens_total"
 CACHED_TOKENS = "crossdock_cached_tokens_total"
+ARRIVED_TOKENS = "crossdock_arrived_tokens_total"  # by source: host, files, replica; among the cached ones
 DRAFT_TOKENS = "crossdock_draft_tokens_total"
 ACCEPTED_TOKENS = "crossdock_draft_tokens_accepted_total"
 ITEMS_ENCODED = "crossdock_items_encoded_total"  # pictures

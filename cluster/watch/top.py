@@ -268,6 +268,8 @@ def _replica(replica: str, pool: str, now: Scrape, change: Scrape) -> Renderable
     preempted = _number(now.total(scrape.PREEMPTIONS, **which))
     pages = now.by(scrape.PAGES, "state", **which)
     lines = [Text.assemble(("KV pages  ", "dim"), _pages(pages), f"   preempted {preempted}")]
+    if now.total(scrape.ARRIVED_TOKENS, **which):
+        lines.append(Text.assemble(("cached    ", "dim"), _sources(change, which)))
     if now.total(scrape.DRAFT_TOKENS, **which):
         drafted, accepted = (change.total(name, **which) for name in (scrape.DRAFT_TOKENS, scrape.ACCEPTED_TOKENS))
         share = _percent((accepted or 0.0) / drafted if drafted else None)
@@ -287,6 +289,16 @@ def _replica(replica: str, pool: str, now: Scrape, change: Scrape) -> Renderable
         title=escape(" · ".join(filter(None, (replica, pool)))) or "replica",
         title_align="left",
     )
+
+
+def _sources(change: Scrape, which: Mapping[str, str]) -> str:
+    """Return where the cached tokens came from: the pool, a tier below it, or another replica."""
+    arrived = change.by(scrape.ARRIVED_TOKENS, "source", **which)
+    pool = max((change.total(scrape.CACHED_TOKENS, **which) or 0.0) - sum(arrived.values()), 0.0)
+    names = {"host": "host memory", "files": "files", "replica": "other replicas"}
+    tokens = {"pool": pool, **{text: arrived.get(name, 0.0) for name, text in names.items()}}
+    seconds = change.seconds or 1.0
+    return "tokens/s from " + " · ".join(f"{name} {_number(round(each / seconds, 1))}" for name, each in tokens.items())
 
 
 def _rows(rows: Mapping[str, Sequence[str]], pools: Mapping[str, str], now: Scrape, change: Scrape) -> RenderableType:

@@ -32,6 +32,8 @@ class Deployment:
         self.chunks = self._histogram(scrape.CHUNK_TOKENS, (64, 128, 256))
         self.prompt_tokens = self._counter(scrape.PROMPT_TOKENS)
         self.output_tokens = self._counter(scrape.OUTPUT_TOKENS)
+        self.cached_tokens = self._counter(scrape.CACHED_TOKENS)
+        self.arrived_tokens = self._counter(scrape.ARRIVED_TOKENS, "source")
         self.pages = self._gauge(scrape.PAGES, "state")
         self.preemptions = self._counter(scrape.PREEMPTIONS)
         self.encoded, self.found = self._counter(scrape.ITEMS_ENCODED), self._counter(scrape.ITEM_HITS)
@@ -192,7 +194,7 @@ def test_frame_after_two_readings_shows_the_difference() -> None:
     assert row(screen, "steps/s").startswith("steps/s decodes 10 · chunks - · mixed 2 ")
     assert "predicted ±8% p50 · ±17% p90" in screen
     assert row(screen, "kernels") == "kernels own below 8 rows, onednn from there"
-    assert "tokens/s prefill 1,200 · decode 45 · cached -" in row(screen, "tokens/s")
+    assert "tokens/s prefill 1,200 · decode 45 · cached 0" in row(screen, "tokens/s")
     assert row(screen, "running") == "running interactive 2 waiting batch 12 backlog batch 41.5 s"
     assert "used 300 · cached 200 · free 500 preempted 0" in row(screen, "KV pages")
     assert screen.count("█") == 9
@@ -200,6 +202,21 @@ def test_frame_after_two_readings_shows_the_difference() -> None:
     assert row(screen, "interactive") == "interactive 50 ms 99 ms 90% 30 ms 40 ms 100% 3 -"
     assert row(screen, "time of tenants") == "time of tenants flood 75% (1.5 s) · own 25% (0.5 s)"
     assert row(screen, "batch") == "batch 5.5 s 9.9 s - - - - - 98,304"
+
+
+def test_frame_shows_where_cached_tokens_came_from_once_some_were_not_in_the_pool() -> None:
+    deployment = Deployment()
+    deployment.cached_tokens.inc(500)
+    readings, served, clock = watching(deployment.text())
+    readings.poll()
+    assert "tokens/s from" not in shown(readings)
+    deployment.cached_tokens.inc(600)
+    deployment.arrived_tokens.labels("host").inc(200)
+    deployment.arrived_tokens.labels("replica").inc(100)
+    served["text"], clock.now = deployment.text(), clock.now + 2
+    readings.poll()
+    line = "cached tokens/s from pool 150 · host memory 100 · files 0 · other replicas 50"
+    assert row(shown(readings), "cached") == line
 
 
 def test_frame_marks_class_whose_promise_is_beyond_the_machine() -> None:

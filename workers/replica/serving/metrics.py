@@ -2,7 +2,7 @@
 
 from collections import Counter as Tally
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -17,6 +17,7 @@ from crossdock.workers.report.timeline import Progress, Timeline
 from crossdock.workers.report.vllm_names import OF_REPLICAS, exposition
 from crossdock.workers.schedule.drafts.verify import DraftTotals
 from crossdock.workers.schedule.policies.pace import promises_beyond
+from crossdock.workers.schedule.prefixes.awaited import PageSource
 from crossdock.workers.schedule.request.request import Request, Status
 from crossdock.workers.schedule.request.submission import Leg
 
@@ -326,6 +327,9 @@ class _Gauges(Collector):
         text = "Requests preempted: their pages went to other requests."
         yield _counter("crossdock_preemptions", text, engine.scheduler.table.num_preemptions)
         yield self._charged()
+        arrived = {source: self._engine.scheduler.awaited.num_tokens[source] for source in get_args(PageSource)}
+        text = "Prompt tokens whose pages came from a tier or from another replica; they are among the cached ones."
+        yield _counter("crossdock_arrived_tokens", text, arrived, "source")
         yield from self._drafts()
         yield from self._pictures()
         yield from self._tiers()

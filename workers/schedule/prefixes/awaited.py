@@ -5,15 +5,19 @@ request back, until these pages have landed, or have failed, or do not land in t
 for the request it is a prefix hit. A page that has not landed is computed.
 """
 
+from collections import Counter
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple, TypeAlias
 
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.memory.prefix_index import MISSING, PrefixHit
 from crossdock.workers.schedule.request.page_hashes import PageHash
 from crossdock.workers.schedule.request.request import Request, Status
 from crossdock.workers.schedule.table import RequestTable
+
+PageSource: TypeAlias = Literal["host", "files", "replica"]
+"""Where pages come from: a tier below the pool, by its name, or another replica."""
 
 
 class EmptyPage(NamedTuple):
@@ -41,6 +45,7 @@ class Awaited:
     """Begins and ends the arrival of prefixes, for the waiting requests of one table."""
 
     table: RequestTable
+    num_tokens: Counter[PageSource] = field(default_factory=Counter)  # whose pages have landed, since the start
 
     def is_arriving(self, request: Request) -> bool:
         """Return whether the last prefix that a request has waited for may still arrive."""

@@ -75,7 +75,9 @@ class BorrowedPrefixes:
         """Note that the first `num_tokens` tokens are here, and the state after them if they are all."""
         fetch = self._fetches.get(key)
         if fetch is not None and fetch.prefix is not None:
-            fetch.num_here = num_tokens // self.table.pages.page_size
+            size = self.table.pages.page_size
+            fetch.num_here = num_tokens // size
+            self.awaited.num_tokens["replica"] += max(fetch.num_here - fetch.prefix.num_landed, 0) * size
             self.awaited.land(fetch.prefix, fetch.num_here)
             self._wait(fetch, now)
 

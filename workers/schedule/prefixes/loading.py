@@ -211,7 +211,11 @@ class TierLoading:
                 meet(self.table, request)
 
     def _use(self, load: PrefixLoad) -> None:
-        """Index the pages that have landed."""
+        """Index the pages that have landed, and count their tokens."""
+        landed = load.pages[: load.num_landed] if load.tail is None else load.pages[len(load.pages) - load.num_landed :]
+        for each in landed:
+            if not each.key.group:  # every group has a page for the same tokens
+                self.awaited.num_tokens[each.tier.name] += self.table.pages.page_size
         if load.tail is None:
             self.awaited.land(load.prefix, load.landed_until)
             return

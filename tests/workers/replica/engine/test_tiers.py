@@ -189,8 +189,13 @@ def test_metrics_count_pages_by_tier(tmp_path: Path) -> None:
     with engine_on(model, 20, **settings_of("both", tmp_path)) as engine:
         answers(engine, [PROMPTS[0], PROMPTS[1], PROMPTS[0]])
         text = EngineMetrics(engine).text(None)
-    found = {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if line.startswith("crossdock_tier")}
-    assert found['crossdock_tier_loaded_pages_total{tier="host"}'] > 0
+    names = ("crossdock_tier", "crossdock_arrived")
+    found = {line.split()[0]: float(line.split()[1]) for line in text.splitlines() if line.startswith(names)}
+    loaded = found['crossdock_tier_loaded_pages_total{tier="host"}']
+    assert loaded > 0
+    assert found['crossdock_arrived_tokens_total{source="host"}'] == loaded * engine.config.page_size
+    assert found['crossdock_arrived_tokens_total{source="files"}'] == 0
+    assert found['crossdock_arrived_tokens_total{source="replica"}'] == 0
     assert found['crossdock_tier_loaded_pages_total{tier="files"}'] == 0
     for tier in ("host", "files"):
         assert found[f'crossdock_tier_pages{{tier="{tier}"}}'] > 0

@@ -73,6 +73,7 @@ async def test_pages_that_the_target_has_are_not_sent() -> None:
         expected = await source.generate(local(work))
         assert await target.generate(fetching(work, source)) == expected
         assert outcomes(target) == [("arrived", 13 - 4)]
+        assert target.engine.scheduler.awaited.num_tokens == {"replica": (13 - 4) * 16}
 
 
 @pytest.mark.parametrize("has", [0, 50])

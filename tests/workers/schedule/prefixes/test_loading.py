@@ -37,6 +37,7 @@ def test_prompt_is_loaded_where_that_is_sooner() -> None:
     filled(load, 10)
     replica.scheduler.loading.end(load)
     assert chunk_sizes(replica.run(), "a") == [2]
+    assert replica.scheduler.awaited.num_tokens == {"host": 40}
 
 
 def test_prompt_is_computed_where_that_is_sooner() -> None:
@@ -106,6 +107,7 @@ def test_load_that_no_request_waits_for_is_taken_back(way: str, num_landed: int,
     counts = replica.scheduler.pages.counts()
     assert counts.owned == counts.quarantined == 0
     assert counts.cached >= num_landed
+    assert replica.scheduler.awaited.num_tokens["host"] == 4 * num_landed
 
 
 def test_no_load_begins_while_a_tier_does_not_answer() -> None:
