@@ -122,7 +122,7 @@ WATCHERS = {
         "Outlet._stream", "the stream ends, which its ingress sees"
     ),
     "workers/replica/serving/outlet.py:Outlet._hear create_task": Watcher("Outlet._answer", "the error is the answer"),
-    "workers/replica/tiers/tier_store.py:TierStore.__init__ Thread": Watcher(
+    "workers/replica/tiers/page_thread.py:PageThread.__init__ Thread": Watcher(
         "workers/replica/serving/engine_thread.py:EngineThread.is_alive", HEALTH
     ),
     "workers/sandbox/limited_child.py:run_limited fork": Watcher("run_limited", "its parent waits for it"),

@@ -5,18 +5,19 @@ from dataclasses import dataclass, field
 from functools import partial
 from math import exp
 from pathlib import Path
-from typing import TYPE_CHECKING, cast
 
 import numpy as np
 
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.fleet import SimulatedAdapters, SimulatedPool
-from crossdock.cluster.simulate.tiers import SimulatedTiers
+from crossdock.cluster.simulate.virtual_mover import VirtualMover
 from crossdock.kvtransfer.transport import Memory
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.emulated import EmulatedRunner, EmulatedSampler, NoGrammars, pool_spec_of
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.executor import Executor
+from crossdock.workers.replica.tiers.tier_store import TierStore, slots_for
+from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.adapter_slots import AdapterSlots, SlotChange
 from crossdock.workers.schedule.cost.stages import Stages
 from crossdock.workers.schedule.drafts.drafting import DraftPolicy
@@ -24,9 +25,6 @@ from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.request.batch import SampledToken, Scheduled
 from crossdock.workers.schedule.request.request import Request
-
-if TYPE_CHECKING:
-    from crossdock.workers.replica.tiers.tier_store import TierStore
 
 TOKEN = 2**32 - 1  # the token that every simulated model samples
 _SAMPLED = SampledToken(TOKEN)
@@ -153,14 +151,14 @@ def clocked_engine(
     depth = profile.pipeline_parallel_size
     page_bytes = max(profile.page_bytes, profile.page_size)  # a profile may not say it
     stages = Stages.of(depth, profile.interval_share)
-    tiers = SimulatedTiers(profile, clock)
+    tiers = _tiers(profile, clock)
     pages = PagePool(
         profile.num_pages,
         profile.page_size,
         pool.enable_prefix_caching,
         profile.windows,
         profile.state_pages,
-        tiers.evicted if tiers.tiers.tiers else None,
+        None if tiers is None else tiers.evicted,
     )
     runner = EmulatedRunner(profile.cost, profile.encoder_cost, stages, clock.time, noise.vary)
     executor = Executor(
@@ -179,11 +177,36 @@ def clocked_engine(
         encoding=Encoding(profile.encoder_tokens or _ROWS, profile.encoder_cost, profile.keeps_items_whole),
         speculation=SimulatedDrafts(DraftPolicy(speculative)) if speculative is not None else None,
         adapters=SimulatedAdapterLoads(clock, adapters.load_s) if adapters.count else None,
-        tiers=cast("TierStore", tiers),
+        tiers=tiers,
     )
     engine = Engine(executor, clock.time)
     engine.scheduler.learn(profile.cost, max(profile.overrun, noise.overrun), stages.interval_share)
     return runner, engine
+
+
+def _tiers(profile: SchedulingProfile, clock: Clock) -> TierStore | None:
+    """Return the tiers of a profile; None: it has none."""
+    sizes = {size.name: size for size in profile.tiers if size.num_bytes}
+    if not sizes:
+        return None
+    host, files = sizes.get("host"), sizes.get("files")
+    page_bytes = max(profile.page_bytes, 1)
+    most_pages = max(profile.state_pages, 1)
+    mover = VirtualMover(
+        clock,
+        slots_for(0 if host is None else host.num_bytes, page_bytes, most_pages),
+        page_bytes,
+        host_page_s=0.0 if host is None else page_bytes / host.bytes_per_second,
+        file_page_s=0.0 if files is None else page_bytes / files.bytes_per_second,
+        most_file_bytes=0 if files is None else files.num_bytes,
+    )
+    return TierStore(
+        mover,
+        page_bytes,
+        host_rate=None if host is None else host.bytes_per_second,
+        file_rate=None if files is None else files.bytes_per_second,
+        most_pages=most_pages,
+    )
 
 
 def _never_late(seconds: float) -> None:

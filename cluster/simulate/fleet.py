@@ -11,14 +11,13 @@ from pydantic import BaseModel, ByteSize, ConfigDict, Field, TypeAdapter, Valida
 from crossdock.cluster.yaml_text import read_yaml
 from crossdock.router.fleet import RouterConfig
 from crossdock.router.scaling import ScalingConfig
+from crossdock.workers.replica.tiers.tier_store import HOST_RATE
 from crossdock.workers.report.presets import stored_profile
 from crossdock.workers.report.profile import NO_ENCODE_POOLS, Role, SchedulingProfile, TierSize
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.request.slo import SloClass
 from crossdock.workers.schedule.request.submission import Adapter
-
-_HOST_RATE = 5e9  # bytes per second, where the profile has none: as a server assumes until pages are measured
 
 
 class SimulatedPool(BaseModel):
@@ -89,7 +88,7 @@ class SimulatedPool(BaseModel):
 
 def _with_host_memory(tiers: Sequence[TierSize], num_bytes: int) -> tuple[TierSize, ...]:
     """Return the tiers with so much memory of the host, at the rate of the profile."""
-    rate = next((tier.bytes_per_second for tier in tiers if tier.name == "host"), _HOST_RATE)
+    rate = next((tier.bytes_per_second for tier in tiers if tier.name == "host"), HOST_RATE)
     host = TierSize(name="host", num_bytes=num_bytes, bytes_per_second=rate)
     return (host, *(tier for tier in tiers if tier.name != "host"))
 

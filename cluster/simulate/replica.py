@@ -185,7 +185,10 @@ class SimulatedReplica:
 
     def _wait(self, now: float) -> None:
         """Look again in time, although nothing happens."""
-        if (patience := self.handover.patience) is not None and not now <= self._looks_at <= now + patience:
+        self.engine.offer_to_tiers()
+        limits = self.scheduler.awaited.patience(now), self.handover.patience
+        patience = min((limit for limit in limits if limit is not None), default=None)
+        if patience is not None and not now <= self._looks_at <= now + patience:
             self._looks_at = now + patience
             self.clock.at(self._looks_at, partial(self.post, _look))
 

@@ -11,6 +11,7 @@ from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.prefix_index import Window
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.policies.chunk_policies import ChunkPolicy
+from crossdock.workers.schedule.prefixes.tier_pages import TierName
 from crossdock.workers.schedule.request.slo import SloClass
 
 Role: TypeAlias = Literal["mixed", "prefill", "decode"]
@@ -27,7 +28,7 @@ class TierSize(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    name: Literal["host", "files"]
+    name: TierName
     num_bytes: int  # of pages; 0: there is no such tier, and the rate is what it would have
     bytes_per_second: float  # of pages that are loaded
 

@@ -99,3 +99,11 @@ def test_death_of_a_source_ends_no_request() -> None:
         failures = [{"kill": "mixed/0", "at": milliseconds / 1000}, {"kill": "mixed/1", "at": 60.0}]
         outcome = play_out(fleet(pools, failures=failures), jobs)
         assert all(sample.ok for sample in outcome.samples)
+
+
+def test_idle_simulated_replica_writes_its_cached_pages_to_files() -> None:
+    """As a live one does, so that a restart finds them. The pool has room for all: nothing was evicted."""
+    tiers = [{"name": "files", "num_bytes": 1 << 24, "bytes_per_second": RATE}]
+    outcome = play_out(fleet({"profile": profile(tiers=tiers)}), [turn("a", "first", 0.0), turn("b", "second", 2.0)])
+    (files,) = outcome.replicas[0].scheduler.loading.tiers.tiers
+    assert files.num_stores == len(files.pages) == 2 * 33

@@ -28,7 +28,8 @@ from crossdock.workers.replica.ranks.worker_group import WorkerGroup
 from crossdock.workers.replica.step_sizes import sized
 from crossdock.workers.replica.tiers.file_tier import FileTier
 from crossdock.workers.replica.tiers.page_copies import PoolCopies
-from crossdock.workers.replica.tiers.tier_store import TierStore
+from crossdock.workers.replica.tiers.page_thread import PageThread
+from crossdock.workers.replica.tiers.tier_store import FILE_RATE, HOST_RATE, TierStore, slots_for
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import Window
@@ -36,7 +37,6 @@ from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.request.submission import InvalidField, SamplingParams
 
 _ROW_TILE = 128  # rows of a tile of cuBLAS's products on GPUs: 2,112 rows take the time of 2,176
-_STAGING_BYTES = 64 << 20  # of host memory on the way to files, where no memory is given to pages
 
 
 def new_engine(
@@ -209,9 +209,15 @@ def open_tiers(
     page_bytes = pages.shape[1] if worker_group is None else worker_group.page_bytes
     if 0 < host_bytes < most_pages * page_bytes:
         raise ValueError(f"kv_cache_host_memory ({host_bytes}) must be at least {most_pages * page_bytes} bytes")
-    num_slots = host_bytes // page_bytes or max(_STAGING_BYTES // page_bytes, 2 * most_pages)
-    copies = PoolCopies(pages, num_slots + most_pages, None if worker_group is None else worker_group.broadcast)
-    return TierStore(copies, page_bytes, files, stay=host_bytes > 0, most_pages=most_pages)
+    num_slots = slots_for(host_bytes, page_bytes, most_pages)
+    copies = PoolCopies(pages, num_slots, None if worker_group is None else worker_group.broadcast)
+    return TierStore(
+        PageThread(copies, files, most_pages),
+        page_bytes,
+        host_rate=HOST_RATE if host_bytes else None,
+        file_rate=FILE_RATE if files is not None else None,
+        most_pages=most_pages,
+    )
 
 
 def _fingerprint(model: LoadedModel, config: EngineConfig, weights: str, num_pages: int) -> bytes:

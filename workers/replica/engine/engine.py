@@ -120,6 +120,11 @@ class Engine:
     def has_work(self) -> bool:
         return not self.pipeline.is_empty or (self.scheduler.table.has_work and not self.scheduler.is_paused)
 
+    def offer_to_tiers(self) -> None:
+        """Write cached pages to files while there is nothing to compute, so that a restart finds them."""
+        if self.tiers is not None and not self.has_work:
+            self.tiers.offer(self.pages.block_pool)
+
     # -- requests ----------------------------------------------------------------------------------------------------
 
     def add(

@@ -71,8 +71,7 @@ class ObservedEngine:
         restart finds them."""
         if self.kv_events is not None and (log := self.engine.pages.prefixes.events) is not None:
             self.kv_events.publish(log.take())
-        if self.engine.tiers is not None and not self.engine.has_work:
-            self.engine.tiers.offer(self.engine.pages.block_pool)
+        self.engine.offer_to_tiers()
 
     def tell_of_stuck_tiers(self) -> None:
         """Log once that tiers wait for a volume. May be called on any thread."""

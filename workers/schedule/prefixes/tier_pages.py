@@ -8,7 +8,7 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from math import inf
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
 from crossdock.workers.schedule.memory.prefix_index import HashChanges
 from crossdock.workers.schedule.request.page_hashes import PageHash
@@ -18,6 +18,9 @@ _MOST_COUNTED = 4096.0  # evictions in the share of those that were wanted again
 _MOST_REPORTED = 1 << 16  # pages of a tier that a router hears of at once, the newest: 1.6 MB of hashes
 _WEIGHT = 0.1  # of one more measurement in a mean
 _MOST_TIMES = 10.0  # the mean before, which one measurement counts at most: a volume that hung once is used again
+
+
+TierName: TypeAlias = Literal["host", "files"]
 
 
 class PageKey(NamedTuple):
@@ -61,7 +64,7 @@ class ReturnShare:
 class PageTier:
     """The pages of one tier, and the measured seconds of a page on its way there and back."""
 
-    name: Literal["host", "files"]
+    name: TierName
     store_s: float
     load_s: float
     pages: dict[PageKey, None] = field(default_factory=dict)
@@ -85,12 +88,6 @@ class PageTier:
                 del self.pages[key]
                 if not key.group:
                     self.changes.note(key.page_hash, came=False)
-
-    def used(self, key: PageKey) -> None:
-        """Note that a page is loaded, so that others give way before this one. It may have given way already."""
-        if key in self.pages:
-            del self.pages[key]
-            self.pages[key] = None
 
     def findable(self) -> list[PageHash]:
         """Return the hashes of the pages of the first group that came last, the newest at the end."""

@@ -8,7 +8,8 @@ import torch
 
 from crossdock.workers.replica.tiers import page_copies
 from crossdock.workers.replica.tiers.page_copies import PoolCopies
-from crossdock.workers.replica.tiers.tier_store import TierStore
+from crossdock.workers.replica.tiers.page_thread import PageThread
+from crossdock.workers.replica.tiers.tier_store import HOST_RATE, TierStore
 from crossdock.workers.schedule.prefixes.tier_pages import PageKey
 
 PAGES = torch.arange(64, dtype=torch.uint8).view(4, 16)
@@ -62,7 +63,7 @@ class LateCopies(PoolCopies):
 def test_price_of_storing_is_learnt_when_the_copy_has_ended() -> None:
     """The launch of a copy takes microseconds. By it a page would be stored for nothing."""
     copies = LateCopies(PAGES, 4)
-    store = TierStore(copies, 16, None, stay=True)
+    store = TierStore(PageThread(copies, None), 16, host_rate=HOST_RATE, file_rate=None)
     (tier,) = store.tiers.tiers
     try:
         loading: Any = None  # of loads, of which there are none

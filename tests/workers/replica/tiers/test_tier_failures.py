@@ -13,7 +13,7 @@ import pytest
 
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.serving.engine_thread import EngineThread
-from crossdock.workers.replica.tiers import tier_store
+from crossdock.workers.replica.tiers import page_thread
 from crossdock.workers.replica.tiers.file_tier import FileTier
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.prefixes.tier_pages import PageKey
@@ -164,7 +164,7 @@ def test_engine_answers_right_after_a_file_call_of_its_tier_has_failed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, numbers: list[int], expected: list[list[int]]
 ) -> None:
     """Three prompts in a pool for one: each evicts the others, is stored, and is loaded again. A look follows each."""
-    monkeypatch.setattr(tier_store, "_CHANGES_S", 0.0)
+    monkeypatch.setattr(page_thread, "_CHANGES_S", 0.0)
     with engine_on(model_of("llama"), 20, **settings_of("kv_cache_files", tmp_path)) as engine:
         answers(engine, PROMPTS[:3])
         calls = FailingCalls(monkeypatch, is_tier_thread)
@@ -194,7 +194,7 @@ def test_error_of_any_kind_in_the_thread_of_the_tiers_is_a_miss(
     expected: list[list[int]],
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    monkeypatch.setattr(tier_store, "_CHANGES_S", 0.0)
+    monkeypatch.setattr(page_thread, "_CHANGES_S", 0.0)
     with engine_on(model_of("llama"), 20, **settings_of("kv_cache_files", tmp_path)) as engine:
         answers(engine, PROMPTS[:3])
 
