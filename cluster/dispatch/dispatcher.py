@@ -34,6 +34,7 @@ from crossdock.router.actions import (
 )
 from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.request_life import MOST_PLACEMENTS, RequestLife
+from crossdock.router.turn_queue import TurnQueue
 from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.schedule.request.request import FinishReason, TokenDelta
 from crossdock.workers.schedule.request.submission import Overloaded, Submission
@@ -109,7 +110,7 @@ class Dispatcher:
         self.metrics = IngressMetrics(self._vllm_model)
         self.clock = LoopClock()  # of all that replicas and requests are waited for
         self._connections = ReplicaConnections(self.fleet, self._timeouts, self.clock)
-        self._suspects = SuspectTurns(timeouts.suspect_s)
+        self._suspects = SuspectTurns(TurnQueue(timeouts.suspect_s))
         self.gate = Gate()
         self._lives: dict[str, RequestLife] = {}  # by request, those in flight
         self._ingress_texts = ingress_texts or self._own_text

@@ -9,6 +9,7 @@ from crossdock.cluster.bench.metrics import Sample
 from crossdock.cluster.bench.workloads import FollowUp, Job
 from crossdock.cluster.simulate.device import TOKEN
 from crossdock.router.request_life import RequestLife
+from crossdock.router.turn_queue import TurnQueue
 from crossdock.workers.schedule.request.items import Item
 from crossdock.workers.schedule.request.submission import Adapter, SamplingParams, Submission
 
@@ -23,6 +24,7 @@ class SimulatedRequest:
     life: RequestLife
     sample: Sample
     follow_ups: Sequence[FollowUp]
+    turns: TurnQueue  # of the suspect requests of its ingress
     untaken: set[tuple[str, int]] = field(default_factory=set)  # replicas and attempts whose submission is on its way
     is_watched: bool = False  # an event comes when its life may have to act without news
 

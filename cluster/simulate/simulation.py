@@ -1,8 +1,8 @@
 """A cluster in simulated time: requests arrive, routers place them, replicas work, some fail.
 
 Drives the same `RequestLife` as the dispatcher, deadlines and questions too, without a network and on a clock that only
-events move. A replica answers, hangs, or is known to have died. No request is to blame for a death, so none becomes
-suspect.
+events move. A replica answers, hangs, or is known to have died. Requests without a token are suspect then, as in a
+server, and take turns.
 """
 
 import gc
@@ -21,9 +21,20 @@ from crossdock.cluster.simulate.replica import SimulatedReplica
 from crossdock.cluster.simulate.requests import SimulatedRequest, submission_of
 from crossdock.cluster.simulate.scaler import Decision, SimulatedScaler
 from crossdock.cluster.simulate.virtual_dock import VirtualNetwork
-from crossdock.router.actions import DEFAULT_TIMEOUTS, Action, Ask, Detach, Fail, PlaceAgain, ReplicaLost, Submit
+from crossdock.router.actions import (
+    DEFAULT_TIMEOUTS,
+    Action,
+    Ask,
+    Detach,
+    Fail,
+    PlaceAgain,
+    ReplicaDead,
+    ReplicaLost,
+    Submit,
+)
 from crossdock.router.fleet import Fleet
 from crossdock.router.request_life import RequestLife
+from crossdock.router.turn_queue import TurnQueue
 from crossdock.workers.replica.engine.engine import progress_of
 from crossdock.workers.report.live_profile import HEARTBEAT_S, LiveProfile
 from crossdock.workers.schedule.request.batch import Batch
@@ -64,6 +75,9 @@ class Simulation:
         self.clock = Clock()
         models = [model.name for model in fleet.models] or [""]
         self.routers = {model: [Fleet(fleet.router) for _ in range(fleet.routers)] for model in models}
+        self._turns = {
+            model: [TurnQueue(DEFAULT_TIMEOUTS.suspect_s) for _ in each] for model, each in self.routers.items()
+        }
         self.held: dict[str, list[SimulatedRequest]] = {}  # by model without replicas: the requests that wait for one
         self.replicas: dict[str, SimulatedReplica] = {}  # living replicas, by name
         self._silent: dict[str, SimulatedReplica] = {}  # replicas that hang and are given up, by name
@@ -139,8 +153,10 @@ class Simulation:
         sample = Sample(job.role, job.output_tokens, num_tokens, now, array("d"), bytearray())
         sample.service_tier, sample.tenant, sample.model = slo_class, job.tenant, model
         self._outcome.samples.append(sample)
-        life = RequestLife(submission, routers[number % len(routers)], now)
-        request = self.requests[submission.id] = SimulatedRequest(life, sample, job.follow_ups)
+        ingress = number % len(routers)
+        life = RequestLife(submission, routers[ingress], now)
+        turns = self._turns[model][ingress]
+        request = self.requests[submission.id] = SimulatedRequest(life, sample, job.follow_ups, turns)
         if self._is_up(model):
             self._do(request, life.place(now), now)
         else:
@@ -167,12 +183,33 @@ class Simulation:
                 case Ask():
                     self.clock.at(now + self.fleet.latency_s, partial(self._ask, request, action))
                 case PlaceAgain():
-                    self._do(request, request.life.place(now), now)
+                    self._place_again(request, now)
                 case Fail(error):
                     is_refused = isinstance(error, Overloaded)
                     self._over(request, now, "HTTP 429" if is_refused else str(error), is_refused)
                 case _:  # Accepted: only a live client is notified
                     pass
+
+    def _place_again(self, request: SimulatedRequest, now: float) -> None:
+        """Begin the next attempt, where a suspect request has its turn."""
+        self._leave_turn(request, now)
+        if not request.life.is_suspect:
+            self._do(request, request.life.place(now), now)
+            return
+        request.turns.enter(request.life.submission.id, now)
+        self._begin_turn(request.turns, now)
+
+    def _begin_turn(self, turns: TurnQueue, now: float) -> None:
+        """Place the suspect request whose turn begins now, if one does, and look again when its turn ends by itself."""
+        begun = turns.begin(now)
+        if begun is not None:
+            self.clock.at(turns.ends_at, partial(self._begin_turn, turns))
+            request = self.requests[begun]
+            self._do(request, request.life.place(now), now)
+
+    def _leave_turn(self, request: SimulatedRequest, now: float) -> None:
+        if request.turns.leave(request.life.submission.id):
+            self.clock.at(now, partial(self._begin_turn, request.turns))  # an event: a thousand may fail in a row
 
     def _stream(self, request: SimulatedRequest, delta: TokenDelta, now: float) -> None:
         """Give tokens to the client."""
@@ -185,6 +222,7 @@ class Simulation:
                 self._outcome.placed.append(placed)
                 request.sample.cached_tokens = delta.num_cached_tokens
             times.extend([now] * len(delta.token_ids))
+            self._leave_turn(request, now)
         if delta.finish_reason is not None:
             self._over(request, now)
 
@@ -252,6 +290,7 @@ class Simulation:
         sample.ended, sample.error, sample.refused = now, error, is_refused
         sample.counts = bytearray(b"\1") * len(sample.times)
         del self.requests[request.life.submission.id]
+        self._leave_turn(request, now)
         for follow_up in request.follow_ups:
             if now + follow_up.pause_s < self._until:
                 self._num_pausing += 1
@@ -369,7 +408,7 @@ class Simulation:
             return
         replica.die(now)
         if name in self.replicas:
-            self._lose(name, ReplicaLost(f"replica {name} has died"), now)
+            self._lose(name, ReplicaDead(f"replica {name} has died"), now)
 
     def _lose(self, name: str, loss: ReplicaLost, now: float) -> None:
         """Let routers, the scaler and the requests of a replica know that it is lost."""

@@ -13,6 +13,7 @@ from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost, Suspe
 from crossdock.cluster.dispatch.suspect_turns import SuspectTurns
 from crossdock.router.actions import ReplicaDead
 from crossdock.router.fleet import RouterConfig
+from crossdock.router.turn_queue import TurnQueue
 from crossdock.workers.replica.serving import channel
 from crossdock.workers.replica.serving.readers import AttemptKey
 from crossdock.workers.report.advertise import Message
@@ -209,7 +210,7 @@ async def test_poison_is_tried_twice_and_what_runs_or_waits_beside_it_is_served(
 
 
 async def test_suspects_have_their_turns_one_after_the_other_and_no_turn_lasts() -> None:
-    turns, order = SuspectTurns(0.05), list[str]()
+    turns, order = SuspectTurns(TurnQueue(0.05)), list[str]()
 
     async def enter(name: str) -> None:
         await turns.enter(name)

@@ -1,27 +1,13 @@
-"""Suspects take turns, and however many there are, the last one does not wait for minutes."""
+"""Suspects wait for their turns on an event loop, and one that leaves takes none."""
 
 import asyncio
 
-from crossdock.cluster.dispatch.suspect_turns import MOST_WAIT_S, SuspectTurns, turn_seconds
-
-
-def test_turns_of_any_number_of_suspects_end_within_the_longest_wait() -> None:
-    for number in (2, 5, 20, 64):
-        waited = sum_of = 0.0
-        for num_waiting in range(number - 1, 0, -1):
-            sum_of += turn_seconds(3.0, num_waiting, waited)
-            waited = sum_of
-        assert sum_of <= MOST_WAIT_S + 1e-9, number
-
-
-def test_few_suspects_have_whole_turns_and_many_late_ones_short_turns() -> None:
-    assert turn_seconds(3.0, 0, 0.0) == 3.0
-    assert turn_seconds(3.0, 2, 1.0) == 3.0
-    assert turn_seconds(3.0, 100, 30.0) == 0.1
+from crossdock.cluster.dispatch.suspect_turns import SuspectTurns
+from crossdock.router.turn_queue import TurnQueue
 
 
 async def test_suspect_that_leaves_while_it_waits_takes_no_turn() -> None:
-    turns, order = SuspectTurns(60.0), list[str]()
+    turns, order = SuspectTurns(TurnQueue(60.0)), list[str]()
 
     async def one(name: str) -> None:
         await turns.enter(name)
@@ -36,3 +22,17 @@ async def test_suspect_that_leaves_while_it_waits_takes_no_turn() -> None:
     turns.leave("stays")
     await asyncio.wait_for(turns.enter("next"), 60)
     assert order == ["stays"]
+
+
+async def test_suspect_that_leaves_in_the_moment_of_its_turn_passes_the_turn_on() -> None:
+    """The turn begins, and before the task has run again, its client leaves."""
+    turns = SuspectTurns(TurnQueue(60.0))
+    await turns.enter("first")
+    left, stays = asyncio.create_task(turns.enter("left")), asyncio.create_task(turns.enter("stays"))
+    await asyncio.sleep(0)
+    turns.leave("first")
+    assert turns.queue.holder == "left"
+    left.cancel()
+    await asyncio.wait_for(stays, 60)
+    assert turns.queue.holder == "stays"
+    assert left.cancelled()

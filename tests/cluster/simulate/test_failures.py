@@ -1,10 +1,15 @@
 """Simulated replicas that die: requests go on elsewhere, and everything that begins ends."""
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
 
+from crossdock.cluster.bench.workloads import Job
+from crossdock.cluster.simulate.fleet import SimulatedFleet
 from tests.cluster.simulate.small_fleets import fleet, job, play, play_out, profile, times
+
+NONE_IS_UP = "no replica is up; the model may still be loading"
 
 
 def test_request_of_a_dead_replica_goes_on_elsewhere_after_its_tokens() -> None:
@@ -119,6 +124,40 @@ def test_request_without_a_replica_fails() -> None:
     jobs = [job("a", 64, 50), job("b", 64, 5, due=3.0), job("c", 64, 5, due=6.0)]
     lonely = fleet(failures=[{"at": 0.5, "kill": "mixed/0"}, {"at": 5.0, "add": "mixed"}])
     outcome = play_out(lonely, jobs)
-    none_is_up = "no replica is up; the model may still be loading"
-    assert [sample.error for sample in outcome.samples] == [none_is_up, none_is_up, None]
+    assert [sample.error for sample in outcome.samples] == [NONE_IS_UP, NONE_IS_UP, None]
     assert [replica.name for replica in outcome.replicas] == ["mixed/0", "mixed/1"]
+
+
+def waiting_pair(*failures: dict[str, Any]) -> tuple[SimulatedFleet, list[Job]]:
+    """Return two replicas, and eight prompts of half a second. mixed/1 dies at 0.3 s: its four have no token."""
+    pair = fleet(
+        {"replicas": 2}, failures=[{"at": 0.3, "kill": "mixed/1"}, *failures], router={"policy": "round-robin"}
+    )
+    return pair, [job(f"{number}", 496, 3) for number in range(8)]
+
+
+def test_suspects_of_a_dead_replica_are_tried_one_after_the_other() -> None:
+    """Each of the four has its turn until its first token. Together they would have shared steps."""
+    pair, jobs = waiting_pair()
+    outcome = play_out(pair, jobs)
+    assert all(sample.ok for sample in outcome.samples)
+    prompt = 496 / 1024 + 2 / 64
+    firsts = sorted(sample.times[0] for sample in outcome.samples)
+    gaps = [late - early for early, late in pairwise(firsts)]
+    assert min(gaps[-3:]) >= prompt, "the next suspect is placed when the one before has its first token"
+
+
+def test_request_that_two_dead_replicas_had_without_a_token_is_not_tried_again() -> None:
+    """The first suspect is at mixed/0, alone, when that dies too. The other suspects wait for their turns meanwhile."""
+    pair, jobs = waiting_pair({"at": 0.35, "add": "mixed"}, {"at": 0.4, "kill": "mixed/0"})
+    outcome = play_out(pair, jobs)
+    errors = [sample.error for sample in outcome.samples]
+    assert "2 replicas broke off" in str(errors[0])
+    assert errors[1:] == [None] * 7
+
+
+def test_suspects_that_find_no_replica_all_fail() -> None:
+    """As many as would overflow the stack if each began the turn of the next."""
+    jobs = [job(f"{number}", 64, 2) for number in range(600)]
+    outcome = play_out(fleet(failures=[{"at": 0.05, "kill": "mixed/0"}]), jobs)
+    assert all(sample.error in ("replica mixed/0 has died", NONE_IS_UP) for sample in outcome.samples)
