@@ -53,7 +53,7 @@ class VirtualMover:
         self._begin(self._load(load, slots))
 
     def take_done(self) -> Sequence[Moved]:
-        """Return what has ended by now. A step computes pages of a tail that have not begun to load."""
+        """Return the results of jobs that ended by now. A step computes pages of a tail that have not begun to load."""
         self._go_on()
         done = self._done
         self._done = []

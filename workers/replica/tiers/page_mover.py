@@ -71,7 +71,7 @@ class PageMover(Protocol):
         """Fill the pages of a load, behind the jobs before. Answers `Loaded`. `slots`: where each page lies."""
 
     def take_done(self) -> Iterable[Moved]:
-        """Return what has ended since the last call, in order."""
+        """Return the results of jobs since the last call, in order."""
 
     def tell_if_stuck(self) -> None:
         """Log once that a job does not end."""

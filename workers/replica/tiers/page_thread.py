@@ -78,7 +78,7 @@ class PageThread:
         self._jobs.put(partial(self._load, load, slots))
 
     def take_done(self) -> Iterator[Moved]:
-        """Return what has ended since the last call, in order."""
+        """Return the results of jobs since the last call, in order."""
         while self._done:
             yield self._done.popleft()
 
