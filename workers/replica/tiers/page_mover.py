@@ -1,4 +1,4 @@
-"""What moves pages for a `TierStore`, between the pool, slots in the host's memory and files, and what it answers."""
+"""Movers of pages for a `TierStore`, between the pool, slots in the host's memory and files, and their answers."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass

@@ -1,4 +1,4 @@
-"""What tiers hold follows from evictions and loads alone: a thread that moves bytes and a simulated one agree."""
+"""Tiers hold what follows from evictions and loads alone: a thread that moves bytes and a simulated one agree."""
 
 import random
 from collections.abc import Iterator
