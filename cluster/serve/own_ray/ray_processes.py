@@ -30,8 +30,9 @@ def without_unused_processes() -> Iterator[None]:
     `include_dashboard=False` starts the dashboard's process with fewer modules. The autoscaler adds nodes, and there is
     one node. The log monitor copies logs of workers to the driver, which does not show them. The raylet's two agents,
     for which it waits before it begins, are replaced by `idle_agent.py`. Where replicas and ingresses are forked, one
-    worker starts with the raylet, for Serve's controller, and not one for each core. `ray.init` would ask for the
-    raylet too early, and then sleep for a second: it asks when the raylet is there.
+    worker starts with the raylet, for Serve's controller, and not one for each core. `ray.init` waits for the raylet
+    for 30 s, which are few on a busy machine: it asks when the raylet is there, and then has its 30 s once more.
+    benchmarks/records/memory-and-start.md has what each of these saves.
     """
     parameters = parameter.RayParams
     start_dashboard = Node.start_api_server
