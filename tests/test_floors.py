@@ -120,7 +120,7 @@ FLOORS_WITHIN: dict[str, list[set[str]]] = {
         {"cost", "shares.py"},
         {"request"},
         {"memory", "policies"},
-        {"config.py", "first_token.py"},
+        {"config.py", "first_token.py", "output_lengths.py"},
         {"pictures", "table.py"},
         {"adapter_slots.py", "forecast.py", "kv.py", "ahead.py", "outputs.py"},
         {"admission.py", "recurrent", "windows.py", "fast_forward.py"},

@@ -48,6 +48,7 @@ class Message:
 
 def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfile:
     """Return the live profile of a replica with this scheduler, without the figures that are measured over time."""
+    scheduler.table.outputs.grow()
     prefills, leaving = _prefills(scheduler)
     forecast = scheduler.forecast
     encoding = scheduler.encoding
@@ -131,10 +132,11 @@ def _ends(scheduler: Scheduler, wanted: Collection[int]) -> tuple[tuple[int, int
     part of a mean output, however their lengths vary. Requests whose pages are sent end elsewhere. `wanted`: cached
     pages that requests which wait will keep."""
     table = scheduler.table
-    ends = [(_tokens_left(table, each), each) for each in table.running if each.leg is not Leg.SEND]
-    part = table.mean_output / max(len(ends), 1)
+    mean = table.outputs.mean
+    ends = [(_tokens_to_mean(table, each, mean), each) for each in table.running if each.leg is not Leg.SEND]
+    part = mean / max(len(ends), 1)
     first = [
-        (min(max(left, int(number * part)), max(each.sampling.max_tokens - each.num_output_tokens, left)), each)
+        (min(max(left, int(number * part)), max(table.most_left(each), left)), each)
         for number, (left, each) in enumerate(sorted(ends, key=lambda end: end[0])[:MOST_ENDS], start=1)
     ]
     first.sort(key=lambda end: end[0])
@@ -144,10 +146,11 @@ def _ends(scheduler: Scheduler, wanted: Collection[int]) -> tuple[tuple[int, int
     return tuple([(left, now + table.num_growth_pages(each)) for (left, each), now in zip(first, freed, strict=True)])
 
 
-def _tokens_left(table: RequestTable, request: Request) -> int:
-    """Return the tokens until a request is expected to end. Before an output has ended, each takes all it may."""
-    left: int = request.sampling.max_tokens - request.num_output_tokens
-    return table.num_expected(request) if table.mean_output else max(left, 1)
+def _tokens_to_mean(table: RequestTable, request: Request, mean: float) -> int:
+    """Return the tokens until a request has a mean output, a page at least. Before an output has ended, each takes all
+    it may."""
+    most = table.most_left(request)
+    return min(most, max(int(mean) - request.num_output_tokens, table.pages.page_size)) if mean else max(most, 1)
 
 
 def _streams(scheduler: Scheduler, leaving: tuple[int, ...]) -> Decodes:
@@ -174,15 +177,16 @@ def _room(scheduler: Scheduler) -> Room:
     compute before all others: no request passes these. A class can take the pages of less urgent requests. Room for the
     outputs of requests that run is not free.
     """
+    table = scheduler.table
     num_classes = len(scheduler.config.slo_classes)
-    slots = [num_slots(scheduler.table, priority) for priority in range(num_classes)]
+    slots = [num_slots(table, priority) for priority in range(num_classes)]
     pages = [scheduler.pages.block_pool.num_available] * num_classes
     pool = scheduler.pages
     needs = PageNeeds(pool.page_size, pool.windows, scheduler.config.max_num_batched_tokens, pool.state_pages)
-    for request in (*scheduler.table.running, *scheduler.table.held):
+    for request in (*table.running, *table.held):
         if request.leg is not Leg.SEND:
             num_pages = scheduler.pages.num_held_by(request.owner)
-            growth = scheduler.table.num_growth_pages(request)
+            growth = table.num_growth_pages(request)
             for priority in range(num_classes):
                 pages[priority] += num_pages if priority < request.priority else -growth
     pages_now = [*pages]
@@ -190,8 +194,8 @@ def _room(scheduler: Scheduler) -> Room:
     lacking = list[WaitingRequest]()
     starting = list[WaitingRequest]()
     wanted = set[int]()  # cached pages that requests which wait will share
-    arriving = {request.id: pool.num_held_by(owner) for owner, request in scheduler.table.awaited.items()}
-    for request in sorted(scheduler.table.waiting, key=lambda each: each.leg is not Leg.RECEIVE):
+    arriving = {request.id: pool.num_held_by(owner) for owner, request in table.awaited.items()}
+    for request in sorted(table.waiting, key=lambda each: each.leg is not Leg.RECEIVE):
         num_pages = needs.at_once(request.num_tokens, request.expected_cached_tokens // needs.page_size)
         if request.expected_cached_tokens and looks and request.id not in arriving:
             looks -= 1  # pages that are still to come take room, and cached pages that no request holds are free ones
@@ -199,14 +203,14 @@ def _room(scheduler: Scheduler) -> Room:
             wanted.update(hit.pages)
             num_pages = needs.at_once(request.num_tokens, hit.num_pages)
             num_pages += sum([page in pool.block_pool.cached for page in hit.pages])
-        num_pages += scheduler.table.num_growth_pages(request)
+        num_pages += table.num_growth_pages(request)
         lacks = num_pages > pages_now[request.priority]
         if len(some := lacking if lacks else starting) < MOST_ENDS:
             seconds = 0.0 if request.leg is Leg.RECEIVE else scheduler.forecast.prefill_seconds(request)
             held = num_pages + arriving.get(request.id, 0)
-            output = 0 if request.leg is Leg.SEND else _tokens_left(scheduler.table, request)
+            output = 0 if request.leg is Leg.SEND else _tokens_to_mean(table, request, table.outputs.mean)
             is_due = request.is_offered or request.leg is not Leg.RECEIVE
-            waited_s = max(int(scheduler.table.now - request.arrival_time), 0) if lacks and is_due else 0
+            waited_s = max(int(table.now - request.arrival_time), 0) if lacks and is_due else 0
             some.append(WaitingRequest(held, seconds, output, waited_s))
         for priority in range(request.priority, num_classes):
             slots[priority] -= 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.pages import PagePool
+from crossdock.workers.schedule.output_lengths import OutputLengths
 from crossdock.workers.schedule.policies.order import is_starving
 from crossdock.workers.schedule.policies.tenants import Tenants
 from crossdock.workers.schedule.request.request import FinishReason, Request, Status
@@ -14,8 +15,6 @@ from crossdock.workers.schedule.request.submission import Leg
 
 CLASS_MEMORY_S = 60.0
 """Seconds since its last request for which a class counts as in use: the pause of a person who reads an answer."""
-
-_OUTPUT_WEIGHT = 0.05  # of one more output in the mean of all: about 20 count
 
 
 @dataclass(slots=True)
@@ -51,8 +50,7 @@ class RequestTable:
     left_behind: set[str] = field(default_factory=set)  # owners of pages that a tier may still fill, perhaps for ever
     kept_back: set[str] = field(default_factory=set)  # waiting requests behind an offered one that lacks pages
     arrived: dict[int, float] = field(default_factory=dict)  # when the last request of a class did, by priority
-    mean_output: float = 0.0  # tokens of an output, averaged over recent ones
-    num_outputs: int = 0  # outputs that have ended
+    outputs: OutputLengths = field(default_factory=OutputLengths)
     now: float = 0.0  # time of the step that is being scheduled, in seconds
     assumed_ended: Collection[str] = ()  # requests of a step in flight that is assumed to have ended, see ahead.py
     needs_preemption: bool = False  # the last `schedule` did, which cannot be while a step is assumed to end
@@ -162,11 +160,14 @@ class RequestTable:
     def num_expected(self, request: Request) -> int:
         """Return the tokens that a request is expected to make from now on.
 
-        An output is expected to be as long as recent ones, and never to end within its next page.
+        An output is expected to go on as recent ones did, and never to end within its next page.
         """
-        num_output = request.num_output_tokens
-        most = min(request.sampling.max_tokens - num_output, self.max_model_len - request.num_tokens)
-        return min(most, max(int(self.mean_output) - num_output, self.pages.page_size))
+        rest = int(self.outputs.expected_rest(request.num_output_tokens))
+        return min(self.most_left(request), max(rest, self.pages.page_size))
+
+    def most_left(self, request: Request) -> int:
+        """Return the tokens that a request may still make."""
+        return min(request.most_tokens, self.max_model_len) - len(request.token_ids)
 
     def room_for_outputs(self) -> int:
         """Return the growth pages of all that own pages, counted again when a step begins or a status changes."""
@@ -189,6 +190,7 @@ class RequestTable:
         """Note the time of the step that is being scheduled. Outputs have grown since the last one."""
         self.now = now
         self._room = None
+        self.outputs.grow()
         self.pages.block_pool.cached.pass_time(now)
 
     def note_tenants(self, prefills: Sequence[Request]) -> None:
@@ -214,6 +216,8 @@ class RequestTable:
         else:
             request.status = Status.RUNNING
             self.running.append(request)
+            if request.leg is Leg.LOCAL:
+                self.outputs.begin(request)
 
     def forget_offer(self, request: Request) -> None:
         """Note that a request needs no grant any more, so that no other request waits for this one."""
@@ -236,6 +240,7 @@ class RequestTable:
         request.status = Status.RUNNING
         request.leg = Leg.LOCAL
         self.running.append(request)
+        self.outputs.begin(request)
 
     def preempt(self, request: Request) -> None:
         """Return a running request to the front of the queue; its tokens stay, its pages go.
@@ -300,10 +305,7 @@ class RequestTable:
             self.pages.release(request.owner)
         if request.num_in_flight_tokens:
             self._ended_in_flight.append(request)
-        if reason in (FinishReason.STOP, FinishReason.LENGTH):
-            self.num_outputs += 1
-            weight = max(_OUTPUT_WEIGHT, 1 / self.num_outputs)
-            self.mean_output += (request.num_output_tokens - self.mean_output) * weight
+        self.outputs.end(request, is_whole=reason in (FinishReason.STOP, FinishReason.LENGTH))
         request.status = Status.FINISHED
         request.finish_reason = reason
         del self._by_id[request.id]

@@ -2,6 +2,7 @@
 
 import random
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from hypothesis import given, settings
@@ -12,6 +13,7 @@ from crossdock.workers.report.advertise import Message, observe
 from crossdock.workers.report.frames import frame
 from crossdock.workers.report.live_profile import LENGTHS, Prompts
 from crossdock.workers.report.publisher import Publisher
+from crossdock.workers.schedule.output_lengths import OutputLengths
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.request.slo import SloClass
@@ -112,8 +114,8 @@ def test_outputs_beyond_the_mean_end_one_after_another_as_fast_as_others_did() -
         made = request.sampling.max_tokens - 100 if request.sampling.max_tokens == 300 else 50
         request.token_ids += [7] * (made - request.num_output_tokens)
     for mean, lefts in ((1.0, [4] * 5), (100.0, [10, 20, 40, 60, 80])):
-        replica.scheduler.table.mean_output = mean
-        found = [left for left, _ in observe(replica.scheduler, "me", 1).room.ends]
+        with patch.object(OutputLengths, "mean", mean):
+            found = [left for left, _ in observe(replica.scheduler, "me", 1).room.ends]
         assert found == lefts, "each in the page of its next token, or one in 20 tokens, but the one that may not"
 
 

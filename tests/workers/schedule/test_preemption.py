@@ -92,3 +92,18 @@ def test_streams_are_not_preempted_once_the_length_of_outputs_is_known() -> None
     before = replica.scheduler.table.num_preemptions
     replica.run()
     assert replica.scheduler.table.num_preemptions <= before + 4, "those that were admitted before"
+
+
+def test_short_outputs_that_end_first_let_no_prompt_in_that_takes_the_pages_of_streams() -> None:
+    """The first output to end has one token. Streams that have 20 go on for 40 more, and need all pages by then."""
+    replica = new_timed_replica(num_pages=64, max_model_len=200, max_num_seqs=8, starvation_s=1000.0)
+    streams = [replica.add(name, 20, max_tokens=60) for name in "abc"]
+    while any(stream.num_output_tokens < 20 for stream in streams):
+        replica.step()
+    short = replica.add("short", 8, max_tokens=1)
+    while short.status is not Status.FINISHED:
+        replica.step()
+    late = replica.add("late", 100, max_tokens=4)
+    replica.run()
+    assert late.num_output_tokens == 4
+    assert replica.scheduler.table.num_preemptions == 0

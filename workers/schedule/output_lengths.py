@@ -1,0 +1,89 @@
+"""How long outputs become: what those that have ended and those that still run say about the rest of one.
+
+An output that runs has not ended so far, which is all that is known of its length: a censored sample. Kaplan's and
+Meier's product-limit estimator takes in both kinds. Where only ended outputs counted, the short ones, which end first,
+would make all expected outputs short after a start.
+"""
+
+from bisect import bisect_right
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from crossdock.workers.schedule.request.request import Request
+
+_RECENT = 256
+"""Outputs that count beside twice as many as run. The longest must end while those that were begun with it count."""
+
+_Begun: TypeAlias = Request | tuple[int, bool]
+"""An output that runs; or how many tokens it had when it ended here, and whether it had all its tokens then."""
+
+
+@dataclass(slots=True)
+class OutputLengths:
+    """The outputs that a replica has begun most recently, and how many tokens more one of them is expected to make.
+
+    The newest that were begun count, whether they have ended or not. The newest that have ended would not do: streams
+    that run now are longer than outputs are on average.
+    """
+
+    _begun: dict[str, _Begun] = field(default_factory=dict)  # by owner, in order
+    _num_running: int = 0
+    _is_known: bool = True  # whether the two below follow from what is known now
+    _lengths: list[int] = field(default_factory=list)  # of outputs, shortest first
+    _rests: list[float] = field(default_factory=list)  # tokens that an output of each length makes after these
+
+    def begin(self, request: Request) -> None:
+        """Note that an output begins, or goes on here."""
+        if request.owner in self._begun or request.sampling.pooling is not None:
+            return
+        self._begun[request.owner] = request
+        self._num_running += 1
+        while len(self._begun) > 2 * self._num_running + _RECENT:
+            oldest = next(iter(self._begun))
+            self._num_running -= isinstance(self._begun.pop(oldest), Request)
+
+    def end(self, request: Request, *, is_whole: bool) -> None:
+        """Note that an output ends. `is_whole`: it has all its tokens; else it might have gone on."""
+        if isinstance(self._begun.get(request.owner), Request):
+            self._begun[request.owner] = request.num_output_tokens, is_whole
+            self._num_running -= 1
+
+    def grow(self) -> None:
+        """Note that outputs have got tokens since they were looked at."""
+        self._is_known = False
+
+    def expected_rest(self, num_tokens: int) -> float:
+        """Return how many tokens more an output is expected to make that has `num_tokens`, the mean of such outputs."""
+        if not self._is_known:
+            self._look()
+        longer = bisect_right(self._lengths, num_tokens)
+        if longer == len(self._lengths):  # as long as none before: it is about half way
+            return num_tokens
+        return self._lengths[longer] - num_tokens + self._rests[longer]
+
+    @property
+    def mean(self) -> float:
+        """Return the expected tokens of a new output; 0 before one has ended."""
+        has_end = any(isinstance(each, tuple) and each[1] for each in self._begun.values())
+        return self.expected_rest(0) if has_end else 0.0
+
+    def _look(self) -> None:
+        """Compute what outputs of each known length make after it, from the longest to the shortest."""
+        self._is_known = True
+        known = [
+            (each.num_output_tokens, False) if isinstance(each, Request) else each for each in self._begun.values()
+        ]
+        known.sort(reverse=True)
+        lengths = list[int]()
+        rests = list[float]()
+        longer = known[0][0] if known else 0
+        rest = float(longer)
+        for num_others, (length, is_whole) in enumerate(known, start=1):
+            rest += longer - length
+            if is_whole:
+                rest *= num_others / (num_others + 1)  # one more might be longer than all of them
+            lengths.append(length)
+            rests.append(rest)
+            longer = length
+        self._lengths = lengths[::-1]
+        self._rests = rests[::-1]
