@@ -7,6 +7,7 @@ do not depend on the batch; or a library's products, with layer_steps.cpp and pa
 import ctypes
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import TypeAlias
 
 import torch
@@ -262,8 +263,13 @@ class DecoderStack:
         pages: Sequence[tuple[Tensor, Tensor]],
         batch: AttentionBatch,
         adapters: RowDeltas = _NO_ADAPTERS,
+        kept: Sequence[int] = (),
+        keep: Callable[[int, Tensor], None] | None = None,
     ) -> Tensor:
-        """Compute all layers over a flat batch; return [T, E]. Keys and values are stored to `pages`."""
+        """Compute all layers over a flat batch; return [T, E]. Keys and values are stored to `pages`.
+
+        `keep` is called with each layer of `kept` and its input [T, E].
+        """
         if pages is not self._pages:
             self._bind(pages)
         hidden = hidden.clone(memory_format=torch.contiguous_format)
@@ -271,10 +277,13 @@ class DecoderStack:
         sin = sin.contiguous()
         assert hidden.dtype == cos.dtype == sin.dtype == pages[0][0].dtype
         is_causal = batch.key_end is None  # the attention of decoder.cpp is
-        if self._own is not None and is_causal and self._choice.at(len(hidden)) in self._one_call:
-            self._own.run(hidden, cos, sin, batch, adapters)
-        else:
-            self._run_steps(hidden, cos, sin, batch, adapters)
+        for first, end in pairwise(sorted({0, *kept, self.num_layers})):
+            if keep is not None and first in kept:
+                keep(first, hidden.clone())
+            if self._own is not None and is_causal and self._choice.at(len(hidden)) in self._one_call:
+                self._own.run(hidden, cos, sin, batch, adapters, range(first, end))
+            else:
+                self._run_steps(hidden, cos, sin, batch, adapters, range(first, end))
         return hidden
 
     def _bind(self, pages: Sequence[tuple[Tensor, Tensor]]) -> None:
@@ -302,8 +311,16 @@ class DecoderStack:
             self._own.bind(pages)
         self._pages = pages
 
-    def _run_steps(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, adapters: RowDeltas) -> None:
-        """Compute all layers over hidden [T, E], in place, a product or a step at a time.
+    def _run_steps(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: AttentionBatch,
+        adapters: RowDeltas,
+        layers: range,
+    ) -> None:
+        """Compute some layers over hidden [T, E], in place, a product or a step at a time.
 
         Inputs of products have a padded number of rows; the rows past T are zeros, and their results are not read.
         """
@@ -318,9 +335,10 @@ class DecoderStack:
         addend: Tensor | None = None
         change: Adapted | None = None  # of `addend`, by adapters
         pointers = adapters.pointers(T) if adapters.groups else None
-        for number, (layer, steps, (keys, values)) in enumerate(
-            zip(self._layers, self._steps, self._pages, strict=True)
-        ):
+        for number in layers:
+            layer = self._layers[number]
+            steps = self._steps[number]
+            (keys, values) = self._pages[number]
             add_and_norm(hidden, addend, layer.input_norm, shape.eps, normed, change)
             qkv = layer.qkv(normed)
             change = adapted(pointers, number, normed, q=query_width, k=kv_width, v=kv_width)
@@ -397,15 +415,23 @@ class _NativeStack:
             self._layers,
         )
 
-    def run(self, hidden: Tensor, cos: Tensor, sin: Tensor, batch: AttentionBatch, adapters: RowDeltas) -> None:
-        """Compute all layers over hidden [T, E], in place."""
+    def run(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        batch: AttentionBatch,
+        adapters: RowDeltas,
+        layers: range,
+    ) -> None:
+        """Compute some layers over hidden [T, E], in place."""
         shape = self._shape
         T = len(hidden)
         width = shape.hidden + shape.intermediate + (2 * shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
         if self._scratch.numel() < T * width:  # kept: Linux would clear new pages for each step
             self._scratch = hidden.new_empty(T * width)
         table = batch.page_table.contiguous()
-        pointers = adapters.pointers(T) if adapters.groups else None
+        pointers = adapters.pointers(T, layers.start) if adapters.groups else None
         arguments = _DecoderBatch(
             T,
             len(batch.kv_len),
@@ -415,9 +441,18 @@ class _NativeStack:
             self._chunk_from,
         )
         self._library.crossdock_decode_stack(
-            ctypes.byref(self._stack),
+            ctypes.byref(self._part(layers)),
             ctypes.byref(arguments),
             ctypes.c_void_p(hidden.data_ptr()),
             ctypes.c_void_p(self._scratch.data_ptr()),
             torch.get_num_threads(),
         )
+
+    def _part(self, layers: range) -> _Stack:
+        """Return the stack of some layers."""
+        if len(layers) == len(self._layers):
+            return self._stack
+        part = _Stack.from_buffer_copy(self._stack)
+        part.num_layers = len(layers)
+        part.layers = ctypes.pointer(self._layers[layers.start])
+        return part

@@ -45,11 +45,11 @@ class RowDeltas(NamedTuple):
         """Return the largest rank."""
         return max(deltas.rank for deltas, _ in self.groups)
 
-    def pointers(self, num_rows: int) -> NDArray[np.int64]:
-        """Return the address of each row's `structures`, [T] int64; 0: the row has no adapter."""
+    def pointers(self, num_rows: int, first_layer: int = 0) -> NDArray[np.int64]:
+        """Return the address of each row's `structures` from a layer on, [T] int64; 0: the row has no adapter."""
         found = np.zeros(num_rows, np.int64)
         for deltas, rows in self.groups:
-            found[rows if isinstance(rows, slice) else rows.numpy()] = deltas.structures.ctypes.data
+            found[rows if isinstance(rows, slice) else rows.numpy()] = deltas.structures[first_layer:].ctypes.data
         return found
 
 

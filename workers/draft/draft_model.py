@@ -1,34 +1,27 @@
 """Draft with a small causal LM that has the target's vocabulary: greedily, several streams in one batch."""
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Self
 
+from torch import Tensor
+
+from crossdock.workers.draft.passes import CATCH_UP_TOKENS, DraftPasses, new_stream
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.sampling.sampler import argmax
-from crossdock.workers.schedule.cost.cost import StepWork
-from crossdock.workers.schedule.cost.cost_fit import StepCostFit
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.memory.pages import PagePool
-from crossdock.workers.schedule.request.batch import Batch, Scheduled
+from crossdock.workers.schedule.request.batch import Scheduled
 from crossdock.workers.schedule.request.request import Request
-from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 
-CATCH_UP_TOKENS = 256
-"""Most tokens besides drafts that one call computes: the prompt of a new stream takes several steps of the target."""
-
-_MATCH = 4
+MATCH = 4
 """Tokens of a match whose drafts are about as probable as a small model's, before the policy has seen any."""
 
 _PAGE_SIZE = 16  # tokens, or the least that attention can read
-_SWEEP = ((1, 1), (4, 1), (16, 1), (1, 16), (1, 64), (1, CATCH_UP_TOKENS))
-"""Forward passes that are timed at the start: sequences, and tokens of each."""
-
-_REPEATS = 3
 
 
 @dataclass(slots=True, eq=False)
@@ -66,12 +59,11 @@ class DraftModel:
     pages: PagePool
     clock: Callable[[], float] = time.perf_counter  # seconds
     _streams: dict[str, _DraftedStream] = field(default_factory=dict)  # by request; those that drafted last come last
-    _fit: StepCostFit = field(init=False)
-    _mean_context: float = 0.0  # tokens before each part of the last forward pass
+    _passes: DraftPasses = field(init=False)
 
     def __post_init__(self) -> None:
         self.model.allocate_pool(self.pages.num_pages, self.pages.page_size)
-        self._fit = self._swept()
+        self._passes = DraftPasses(self._compute, self.pages, self.clock, self.model.max_model_len)
 
     @classmethod
     def load(cls, config: SpeculativeConfig, target: LoadedModel) -> Self:
@@ -99,7 +91,7 @@ class DraftModel:
     def add(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Add a request. `token_ids` is its own list, prompt and output, which grows with each accepted token."""
         self.remove(request_id)
-        self._streams[request_id] = _DraftedStream(token_ids, Request(Submission(request_id, [], SamplingParams())))
+        self._streams[request_id] = _DraftedStream(token_ids, new_stream(request_id))
 
     def remove(self, request_id: str) -> None:
         """Forget a request; one that was never added is ignored."""
@@ -109,19 +101,11 @@ class DraftModel:
     def match_length(self, request_id: str, forced: Sequence[int] = ()) -> int:
         """Return a match length: one constant for requests whose tokens the small model can take, 0 for others."""
         num_tokens = len(self._streams[request_id].tokens) + len(forced)
-        return _MATCH if num_tokens < self.model.max_model_len else 0
+        return MATCH if num_tokens < self.model.max_model_len else 0
 
     def seconds(self, num_streams: int, num_tokens: int) -> float:
-        """Return the predicted seconds to draft for `num_streams`, the longest draft having `num_tokens`.
-
-        The first draft computes the two newest tokens of a stream, each further one computes the draft before it.
-        """
-        if num_tokens <= 0:
-            return 0.0
-        cost = self._fit.cost
-        context = num_streams * self._mean_context
-        first = cost.seconds(StepWork.of([(0, 2)] * num_streams))
-        return first + (num_tokens - 1) * cost.decode_step_seconds(num_streams, context)
+        """Return the predicted seconds to draft for `num_streams`, the longest draft having `num_tokens`."""
+        return self._passes.seconds(num_streams, num_tokens)
 
     def propose(self, wanted: Mapping[str, int], forced: Mapping[str, Sequence[int]] = {}) -> dict[str, list[int]]:
         """Return at most so many drafts for each request, after its `forced` tokens.
@@ -132,13 +116,13 @@ class DraftModel:
         parts, limits = self._catching_up(wanted, forced)
         drafts: dict[str, list[int]] = {request_id: [] for request_id in limits}
         while parts:
-            for part, token in zip(parts, self._run(parts), strict=True):
+            for part, token in zip(parts, self._passes.run(parts), strict=True):
                 part.request.num_computed_tokens += part.num_tokens
                 if part.request.id in drafts:
                     drafts[part.request.id].append(token)
                     part.request.token_ids.append(token)
             requests = [part.request for part in parts]
-            parts = [self._part(one, 1) for one in requests if len(drafts.get(one.id, ())) < limits.get(one.id, 0)]
+            parts = [self._passes.part(one, 1) for one in requests if len(drafts.get(one.id, ())) < limits.get(one.id, 0)]
         return drafts
 
     def _catching_up(
@@ -157,67 +141,15 @@ class DraftModel:
             stream = self._streams[request_id] = self._streams.pop(request_id)  # the latest to draft
             num_tokens = min(num_missing, left)
             most = min(wanted[request_id], self.model.max_model_len - stream.num_known)
-            if min(most, num_tokens) <= 0 or not self._make_room(request_id, stream.num_known + most - 1, streams):
+            others = (other.seen for name, other in self._streams.items() if name not in streams)
+            num_seen = stream.num_known + most - 1
+            if min(most, num_tokens) <= 0 or not self._passes.make_room(stream.seen, num_seen, others):
                 continue
-            parts.append(self._part(stream.seen, num_tokens))
+            parts.append(self._passes.part(stream.seen, num_tokens))
             left -= num_tokens
             if num_tokens == num_missing:
                 limits[request_id] = most
         return parts, limits
 
-    def _make_room(self, request_id: str, num_tokens: int, wanted: Collection[str]) -> bool:
-        """Give a request pages for `num_tokens`, and return whether there are enough.
-
-        Missing pages are taken from requests that are not `wanted`, first from the one that drafted least recently.
-        """
-        num_missing = -(-num_tokens // self.pages.page_size) - len(self.pages.pages_of(request_id))
-        if num_missing <= 0:
-            return True
-        if num_missing > self.pages.block_pool.num_available:
-            for other, stream in self._streams.items():
-                if other not in wanted and self.pages.release(other):
-                    stream.seen.num_computed_tokens = 0
-                    if num_missing <= self.pages.block_pool.num_available:
-                        break
-            else:
-                return False
-        self.pages.allocate(request_id, num_missing)
-        return True
-
-    def _part(self, request: Request, num_tokens: int) -> Scheduled:
-        start = request.num_computed_tokens
-        return Scheduled(request, start, num_tokens, self.pages.pages_of(request.id), samples=True)
-
-    def _run(self, parts: Sequence[Scheduled]) -> list[int]:
-        """Compute one forward pass, and return the most probable token after each part."""
-        tokens, work, seconds = self._timed(parts)
-        self._fit.observe(work, seconds)
-        self._mean_context = (work.context + work.chunk_context) / len(parts)
-        return tokens
-
-    def _timed(self, parts: Sequence[Scheduled]) -> tuple[list[int], StepWork, float]:
-        """Compute one forward pass. Return the most probable token after each part, the work and the seconds."""
-        batch = Batch(parts, sum(part.num_tokens == 1 for part in parts))
-        started = self.clock()
-        logits = StepInputs.of(batch, self.pages.page_size)[0].run(self.model)
-        tokens: list[int] = argmax(logits).tolist()  # waits for the device
-        return tokens, batch.work, self.clock() - started
-
-    def _swept(self) -> StepCostFit:
-        """Fit the cost of forward passes to one pass of each size that the pool holds."""
-        sweep = []
-        for num_streams, num_tokens in _SWEEP:
-            num_pages = -(-num_tokens // self.pages.page_size)
-            if num_tokens > self.model.max_model_len or not self.pages.block_pool.can_allocate(num_streams * num_pages):
-                continue
-            requests = [
-                Request(Submission(f"sweep {number}", [0] * num_tokens, SamplingParams()))
-                for number in range(num_streams)
-            ]
-            for request in requests:
-                self.pages.allocate(request.id, num_pages)
-            timed = [self._timed([self._part(one, num_tokens) for one in requests]) for _ in range(_REPEATS)]
-            sweep.append(min((timing[1:] for timing in timed), key=lambda timing: timing[1]))
-            for request in requests:
-                self.pages.release(request.id)
-        return StepCostFit(sweep)
+    def _compute(self, inputs: StepInputs) -> Tensor:
+        return argmax(inputs.run(self.model))

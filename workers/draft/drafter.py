@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from crossdock.workers.draft.draft_model import DraftModel
+from crossdock.workers.draft.head_drafter import HeadDrafter
 from crossdock.workers.draft.prompt_lookup import PromptLookup
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
@@ -52,7 +53,7 @@ class NoDrafter:
 
 
 def new_drafter(config: SpeculativeConfig, target: LoadedModel) -> Drafter:
-    """Return the drafter that `config` asks for. A small model is loaded onto the device of `target`.
+    """Return the drafter that `config` asks for. A small model, or a head, is loaded onto the device of `target`.
 
     Call this before the pool of `target` is allocated: on a GPU the pool takes all memory that is left.
 
@@ -61,4 +62,6 @@ def new_drafter(config: SpeculativeConfig, target: LoadedModel) -> Drafter:
     """
     if config.method == "grammar":
         return NoDrafter()
+    if config.method == "eagle3":
+        return HeadDrafter.load(config, target)
     return DraftModel.load(config, target) if config.method == "draft_model" else PromptLookup(config)

@@ -146,6 +146,13 @@ class StepInputs:
         tensors = self.for_rank(model, previous_tokens)
         return tensors.run(model, *longest, decodes, pictures, chunks, adapters, on_host)
 
+    def attention(self, tensors: "StepTensors") -> AttentionBatch:
+        """Return where the rows of this step are, for attention. `tensors`: the step on a device."""
+        decodes = self.num_decodes
+        chunks = int(self.kv_len[decodes:].max(initial=0))
+        on_host = torch.from_numpy(self.query_start), torch.from_numpy(self.kv_len)
+        return tensors.attention(self.max_query_len, int(self.kv_len.max()), decodes, chunks, on_host)
+
     def for_rank(self, model: LoadedModel, previous_tokens: Tensor | None = None) -> "StepTensors":
         """Copy the step to the device of this rank's part of `model`; see `on`.
 
@@ -186,7 +193,20 @@ class StepTensors(NamedTuple):
         adapters: RowAdapters | None = None,
         on_host: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
-        batch = AttentionBatch(
+        batch = self.attention(max_query_len, max_kv_len, num_decodes, max_chunk_kv_len, on_host)
+        states = (self.state_read, self.state_write) if self.state_write.shape[1] else None
+        return model.forward(self.token_ids, self.positions, batch, self.wanted, pictures, states, adapters)
+
+    def attention(
+        self,
+        max_query_len: int,
+        max_kv_len: int,
+        num_decodes: int,
+        max_chunk_kv_len: int | None,
+        on_host: tuple[Tensor, Tensor] | None,
+    ) -> AttentionBatch:
+        """Return where the rows of the step are, for attention. See `AttentionBatch`."""
+        return AttentionBatch(
             self.query_start,
             self.kv_len,
             self.page_table,
@@ -197,8 +217,6 @@ class StepTensors(NamedTuple):
             on_host=on_host,
             max_chunk_kv_len=max_chunk_kv_len,
         )
-        states = (self.state_read, self.state_write) if self.state_write.shape[1] else None
-        return model.forward(self.token_ids, self.positions, batch, self.wanted, pictures, states, adapters)
 
 
 _COPIED = tuple(name for name in StepTensors._fields if name != "page_table")

@@ -4,11 +4,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, group_layouts
+from crossdock.workers.model.architecture import text_config
 from crossdock.workers.model.forward.forward_context import ForwardContext
+from crossdock.workers.model.forward.layer_tap import LayerTap
 from crossdock.workers.model.forward.row_adapters import RowAdapters
 from crossdock.workers.model.forward.state_pages import StateLayout, StepStates
 from crossdock.workers.model.forward.step_pictures import PictureRows
@@ -22,8 +24,8 @@ from crossdock.workers.schedule.memory.prefix_index import Window
 
 @dataclass(frozen=True, eq=False)
 class LoadedModel(Network):
-    """A network whose layers are known. Only the contents of `pool` and `adapters`, and what `encoder` keeps, change
-    later."""
+    """A network whose layers are known. Only the contents of `pool` and `adapters`, and what `encoder` and `layer_tap`
+    keep, change later."""
 
     eos_token_ids: frozenset[int]
     layers: Sequence[LayerShape]  # of each layer with attention here: the KV heads that this rank holds
@@ -43,6 +45,7 @@ class LoadedModel(Network):
     adapters: Adapters | None = None  # None: it takes no adapters
     used_by_others: int = 0  # bytes of the GPU in use when loading began, without those of torch in this process
     pool: KVPool = field(default_factory=KVPool)
+    layer_tap: LayerTap = field(default_factory=LayerTap)  # of the hidden states between layers
 
     @property
     def kv_dtype(self) -> torch.dtype:
@@ -71,6 +74,26 @@ class LoadedModel(Network):
         if self.states is None:
             return 0
         return max(self.least_state_pages, self.states.num_pages(self.layouts(page_size)[0].page_bytes))
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Return the number of decoder layers of the whole model."""
+        number: int = text_config(self.config).num_hidden_layers
+        return number
+
+    def tap_layers(self, layers: Sequence[int]) -> None:
+        """Have forward passes keep the hidden states that enter `layers`, for `layer_tap.take`.
+
+        Raises:
+            ValueError: layers are on several ranks, or are no list in the model.
+        """
+        if self.part.stage is not None:
+            raise ValueError("pipeline_parallel_size must be 1: a head reads layers of several stages")
+        decoder = self.module.get_decoder()
+        modules = getattr(decoder, "layers", None)
+        if not isinstance(modules, nn.ModuleList):
+            raise ValueError(f"{self.config.model_type}: its layers are in no list, and their states cannot be taken")
+        self.layer_tap.open_at(layers, modules if len(modules) == self.num_hidden_layers else ())
 
     def allocate_pool(self, num_pages: int, page_size: int) -> None:
         """Allocate the one KV tensor of this process.
@@ -118,6 +141,7 @@ class LoadedModel(Network):
             layer_batches=self._layer_batches(batch),
             pictures=pictures,
             adapters=adapters,
+            layer_tap=self.layer_tap,
         )
         return self.run(context, token_ids, positions, rows)
 

@@ -20,6 +20,7 @@ from crossdock.kernels.latent_attention import latent_attention
 from crossdock.kvtransfer.layout import LayerShape
 from crossdock.workers.model.architecture import ATTENTION_NAME
 from crossdock.workers.model.forward.latent import unexpanded
+from crossdock.workers.model.forward.layer_tap import LayerTap
 from crossdock.workers.model.forward.row_adapters import RowAdapters
 from crossdock.workers.model.forward.state_pages import StepStates
 from crossdock.workers.model.forward.step_pictures import PictureRows
@@ -54,6 +55,7 @@ class ForwardContext:
     attention_chunks: Mapping[int, int] = field(default_factory=dict)  # their tokens, by layer that has them
     adapters: RowAdapters | None = None  # None: no row of the batch has an adapter
     positions: Tensor | None = None  # [T] of the rows of the flat batch; [3, T] of models with three axes
+    layer_tap: LayerTap | None = None  # None: a probe, whose hidden states nobody reads
 
     def of_layer(self, place: int) -> tuple[Tensor, Tensor, AttentionBatch, dict[str, Any]]:
         """Return a layer's pages of keys and of values, the batch with its pages, and the scales of these, if any."""

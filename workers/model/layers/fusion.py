@@ -60,7 +60,9 @@ class FusedLayers(nn.Module):
         assert context.batch is not None
         groups = () if context.adapters is None else context.adapters.groups
         deltas = RowDeltas([(self.deltas_of(weights), rows) for weights, rows in groups])
-        return self._stack(hidden_states[0], cos[0], sin[0], context.pages, context.batch, deltas)[None]
+        tap = context.layer_tap
+        kept = () if tap is None else (tap.layers, tap.keep)
+        return self._stack(hidden_states[0], cos[0], sin[0], context.pages, context.batch, deltas, *kept)[None]
 
     @property
     def sites(self) -> Iterator[str]:

@@ -121,7 +121,10 @@ class TritonLayers(nn.Module):
             raise NotFusableError("only a part of each head is rotated")
         addend: Tensor | None = None
         rows = len(hidden), hidden.device
+        tap = context.layer_tap
         for number, layer in enumerate(self._layers):
+            if tap is not None and number in tap.layers:
+                tap.keep(number, hidden.clone() if addend is None else hidden + addend)
             k_pages, v_pages, batch, scales = context.of_layer(number)
             rounded = RoundedRows.room(layer.qkv, *rows)
             norm = layer.input_norm

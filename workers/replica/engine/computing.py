@@ -8,6 +8,7 @@ from pathlib import Path
 
 from crossdock.kvtransfer.layout import PoolSpec
 from crossdock.workers.draft.drafter import new_drafter
+from crossdock.workers.draft.head_drafter import HeadDrafter
 from crossdock.workers.model.end_tokens import end_of_tokenizer
 from crossdock.workers.model.grammar.compiler import GrammarCompiler
 from crossdock.workers.model.memory.kv_memory import count_pages_that_fit
@@ -34,6 +35,7 @@ from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import Window
 from crossdock.workers.schedule.pictures.encoding import Encoding
+from crossdock.workers.schedule.request.batch import Batch
 from crossdock.workers.schedule.request.submission import InvalidField, SamplingParams
 
 _ROW_TILE = 128  # rows of a tile of cuBLAS's products on GPUs: 2,112 rows take the time of 2,176
@@ -70,8 +72,13 @@ def _executor(
     sampler = StepSampler(tuple(ends))
     speculative = config.speculative_config
     speculation: Speculation | None = None
+    on_computed: Callable[[Batch], None] | None = None
     if speculative is not None:  # before pages take all memory
-        speculation = Speculation(speculative, new_drafter(speculative, model), sampler)
+        drafter = new_drafter(speculative, model)
+        speculation = Speculation(speculative, drafter, sampler)
+        if isinstance(drafter, HeadDrafter):
+            _check_eager(model, config)
+            on_computed = drafter.observe
     if worker_group is None:  # else its ranks have chosen them together
         model = choose_groups(model, config)
     windows = [group.window for group in model.groups] or [None]
@@ -109,12 +116,22 @@ def _executor(
         why_text_alone=model.why_text_alone,
         cpu_kernels=model.kernels if model.device.type == "cpu" else "",
         speculation=speculation,
+        on_computed=on_computed,
         adapters=None if model.adapters is None else AdapterLoader(model.adapters, worker_group),
         new_weights=WeightUpdate(NewWeights(model), worker_group),
         tiers=tiers,
         worker_group=worker_group,
         row_tile=_ROW_TILE if model.device.type == "cuda" else 1,
     )
+
+
+def _check_eager(model: LoadedModel, config: EngineConfig) -> None:
+    """Check that no step will be recorded. ValueError: steps would be."""
+    if model.device.type == "cuda" and not config.enforce_eager:
+        raise ValueError(
+            "speculative_config: method eagle3 reads hidden states between layers, which CUDA graphs do not keep: set "
+            "enforce_eager (--enforce-eager)"
+        )
 
 
 def _runner(

@@ -85,7 +85,9 @@ class Engine:
             max_loras=0 if executor.adapters is None else executor.config.max_loras,
             row_tile=executor.row_tile,
         )
-        self.pipeline = Pipeline(executor.runner, executor.sampler, clock, executor.is_ahead)
+        self.pipeline = Pipeline(
+            executor.runner, executor.sampler, clock, executor.is_ahead, on_computed=executor.on_computed
+        )
 
     @property
     def model(self) -> "LoadedModel":
@@ -359,11 +361,15 @@ class Engine:
     def _sampling(self, batch: Batch) -> Iterator[None]:
         for part in batch.scheduled:
             self._sampler.add(part.request)
+            if self.speculation is not None:  # a head computes its share of prompts in their steps
+                self.speculation.add(part.request)
         try:
             yield
         finally:
             for part in batch.scheduled:
                 self._sampler.remove(part.request.id)
+                if self.speculation is not None:
+                    self.speculation.remove(part.request.id)
 
     def calibrate(
         self, sweep: Sequence[tuple[StepWork, float]], intervals: Sequence[tuple[float, float]] = ()

@@ -154,6 +154,7 @@ class Executor:
     why_text_alone: str = ""
     cpu_kernels: str = ""  # which compute the matrix products of fused layers on a CPU; empty: none are named
     speculation: Drafts | None = None
+    on_computed: Callable[[Batch], None] | None = None  # see `Pipeline`
     adapters: AdapterLoads | None = None  # None: it takes no adapters
     new_weights: "WeightUpdate | None" = None  # None: the device is emulated, and has no weights
     tiers: "TierStore | None" = None

@@ -63,6 +63,7 @@ class Pipeline:
     clock: Callable[[], float]  # seconds
     is_ahead: bool  # steps begin before the host has the tokens of the step before
     deadline: StepDeadline | None = None  # told of every step; None: calls between ranks have a deadline of their own
+    on_computed: Callable[[Batch], None] | None = None  # takes what a head reads of each step, before it is sampled
     _steps: deque[StepInFlight] = field(default_factory=deque)
     _ended: float = 0.0  # when the last step did
 
@@ -192,11 +193,15 @@ class Pipeline:
     def _logits(
         self, batch: Batch, inputs: tuple[Any, list[range]], previous_tokens: Any = None
     ) -> tuple[Any, list[range]]:
-        """Compute a step as `Runner.finish` does, and pool the hidden states of prompts that want a vector."""
-        if not batch.wants_vectors:
-            return self.runner.finish(inputs, previous_tokens)
-        computed, hidden = self.runner.finish_pooled(inputs, previous_tokens)
-        self.sampler.pool(batch, hidden)
+        """Compute a step as `Runner.finish` does, and hand over its hidden states: those of prompts that want a vector, and
+        those that a head reads."""
+        if batch.wants_vectors:
+            computed, hidden = self.runner.finish_pooled(inputs, previous_tokens)
+            self.sampler.pool(batch, hidden)
+        else:
+            computed = self.runner.finish(inputs, previous_tokens)
+        if self.on_computed is not None:
+            self.on_computed(batch)
         return computed
 
     def _sample(self, batch: Batch, logits: Any, rows: Sequence[range]) -> Mapping[str, SampledToken]:

@@ -4,13 +4,13 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
-Method: TypeAlias = Literal["ngram", "suffix", "draft_model", "grammar"]
+Method: TypeAlias = Literal["ngram", "suffix", "draft_model", "eagle3", "grammar"]
 
-METHODS: tuple[Method, ...] = ("ngram", "suffix", "draft_model", "grammar")
-_HEADS = ("eagle", "eagle3", "mtp", "medusa", "mlp_speculator")
+METHODS: tuple[Method, ...] = ("ngram", "suffix", "draft_model", "eagle3", "grammar")
+_OTHER_HEADS = ("eagle", "mtp", "medusa", "mlp_speculator")
 _FIELDS_OF_OTHERS = {  # field: the methods that read it
-    "model": ("draft_model",),
-    "draft_kv_cache_memory": ("draft_model",),
+    "model": ("draft_model", "eagle3"),
+    "draft_kv_cache_memory": ("draft_model", "eagle3"),
     "prompt_lookup_min": ("ngram",),
     "prompt_lookup_max": ("ngram",),
 }
@@ -23,8 +23,9 @@ class SpeculativeConfig(BaseModel):
 
     method: Method = Field(
         description="ngram: the longest of the last tokens that the text has had before, and what followed there; "
-        "suffix: the same with a match of any length; draft_model: a small model with the same vocabulary; grammar: "
-        "only what a request's grammar dictates, which every other method drafts too."
+        "suffix: the same with a match of any length; draft_model: a small model with the same vocabulary; eagle3: a "
+        "head that reads the hidden states of three layers; grammar: only what a request's grammar dictates, which "
+        "every other method drafts too."
     )
     num_speculative_tokens: int = Field(8, ge=1, le=64, description="Most drafts of one stream in a step.")
     adaptive: bool = Field(
@@ -37,10 +38,10 @@ class SpeculativeConfig(BaseModel):
         None,
         min_length=1,
         json_schema_extra={"format": "model"},
-        description="draft_model: directory or hub name of the small model.",
+        description="draft_model, eagle3: directory or hub name of the small model, or of the head.",
     )
     draft_kv_cache_memory: ByteSize = Field(
-        ByteSize(256 << 20), gt=0, description="draft_model: memory for the small model's KV pages. Not in vLLM."
+        ByteSize(256 << 20), gt=0, description="draft_model, eagle3: memory for the KV pages of what drafts. Not in vLLM."
     )
 
     @model_validator(mode="before")
@@ -75,18 +76,19 @@ class SpeculativeConfig(BaseModel):
                 f"prompt_lookup_min ({self.prompt_lookup_min}) must be at most prompt_lookup_max "
                 f"({self.prompt_lookup_max})"
             )
-        if self.method == "draft_model" and self.model is None:
-            raise ValueError("model: method draft_model needs the directory or the hub name of a small model")
+        if self.model is None and self.method in ("draft_model", "eagle3"):
+            what = "small model" if self.method == "draft_model" else "head"
+            raise ValueError(f"model: method {self.method} needs the directory or the hub name of a {what}")
         return self
 
 
 def _check_method(values: dict[str, object]) -> None:
     """Refuse an unknown method, and a field that the method does not read. ValueError: names the field."""
     method = values["method"]
-    if method in _HEADS or (isinstance(method, str) and method.endswith("_mtp")):
+    if method in _OTHER_HEADS or (isinstance(method, str) and method.endswith("_mtp")):
         raise ValueError(
-            f"method {method!r} is not supported: its heads read the target's hidden states, which steps do not keep, "
-            f"and most models are loaded without them; accepted are {', '.join(METHODS)}"
+            f"method {method!r} is not supported: heads of this kind are not computed here, and checkpoints are loaded "
+            f"without them; accepted are {', '.join(METHODS)}"
         )
     if method not in METHODS:
         raise ValueError(f"method {method!r} is not supported; accepted are {', '.join(METHODS)}")

@@ -1,0 +1,298 @@
+"""Draft with a head that reads the target's hidden states: one pass for all streams, and one for each further draft.
+
+A step hands over the states of its rows. The head has keys and values for the last run of positions whose states were
+computed here: a prefix found in pages, or pages that came from another replica, bring no states, and the run begins
+after them. Positions are counted from the beginning of the run.
+"""
+
+import time
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Self
+
+import torch
+from torch import Tensor
+
+from crossdock.kvtransfer.layout import LayerShape, PoolLayout
+from crossdock.workers.draft.draft_model import MATCH
+from crossdock.workers.draft.eagle_head import EagleHead
+from crossdock.workers.draft.passes import DraftPasses, new_stream
+from crossdock.workers.model.architecture import text_config
+from crossdock.workers.model.inputs import StepInputs
+from crossdock.workers.model.kv_pool import KVPool
+from crossdock.workers.model.model import LoadedModel
+from crossdock.workers.model.sampling.sampler import argmax
+from crossdock.workers.model.weights.checkpoint import resolve_model
+from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
+from crossdock.workers.schedule.memory.pages import PagePool
+from crossdock.workers.schedule.request.batch import Batch, Scheduled
+from crossdock.workers.schedule.request.request import Request
+
+_MOST_PENDING = 32
+"""Rows of a stream from which on the step itself computes their keys and values: chunks of prompts, and streams that
+have not drafted for as many steps."""
+_PAGE_SIZE = 16  # tokens, or the least that attention can read
+
+
+@dataclass(slots=True, eq=False)
+class _HeadStream:
+    """One stream: its tokens, the rows that the head has, and the states of the rows to come.
+
+    The row of position p reads the token at p + 1. So `seen`, as a request, has the tokens from `first` + 1 on.
+    """
+
+    tokens: Sequence[int]  # the request's own list
+    seen: Request
+    states: Tensor  # [n, H], of positions from `base` on; after a draft was rejected, the last ones are wrong
+    first: int = 0  # position of the head's first row
+    base: int = 0
+
+    def append(self, start: int, states: Tensor) -> None:
+        """Take the states of positions from `start` on, which a step has computed."""
+        end = self.base + len(self.states)
+        if not self.first <= start <= end:  # states in between, or before the first row, are missing
+            self.first = self.base = start
+            self.states = states
+            self.seen.num_computed_tokens = 0
+        elif start >= self.base:
+            self.states = torch.cat([self.states[: start - self.base], states]) if start > self.base else states
+        elif start + len(states) > self.base:  # computed again, after a preemption
+            self.states = states[self.base - start :]
+
+    def num_due(self) -> int:
+        """Return how many rows the head has to compute: their states and the tokens after them are known."""
+        if self.first + self.seen.num_computed_tokens < self.base:  # the stream has lost its pages
+            self.first = self.base
+            self.seen.num_computed_tokens = 0
+        end = min(self.base + len(self.states), len(self.tokens) - 1)
+        return max(end - self.first - self.seen.num_computed_tokens, 0)
+
+    @property
+    def can_draft(self) -> bool:
+        """Return whether the states before the newest token are here."""
+        return self.base <= len(self.tokens) - 2 < self.base + len(self.states)
+
+    def begin(self, num_rows: int) -> Tensor:
+        """Prepare the next rows of `seen`, and return their states [num_rows, H]."""
+        start = self.seen.num_computed_tokens
+        offset = self.first + start
+        self.seen.token_ids[start:] = self.tokens[offset + 1 : offset + 1 + num_rows]
+        return self.states[offset - self.base : offset - self.base + num_rows]
+
+    def begin_anew(self) -> None:
+        """Give up all rows but the last one that has come."""
+        self.first = self.base = self.base + len(self.states) - 1
+        self.states = self.states[-1:].clone()
+        self.seen.num_computed_tokens = 0
+
+    def end(self, num_rows: int) -> None:
+        """Note that rows of known tokens are computed. The states of the last one stay: it may be computed again."""
+        self.seen.num_computed_tokens += num_rows
+        last = self.first + self.seen.num_computed_tokens - 1
+        self.states = self.states[last - self.base :].clone()
+        self.base = last
+
+
+@dataclass(slots=True, eq=False)
+class HeadDrafter:
+    """Drafts with one head, whose rows are in pages of its own."""
+
+    head: EagleHead
+    target: LoadedModel
+    pages: PagePool
+    layers: Sequence[int]  # of the target, whose inputs the head reads
+    clock: Callable[[], float] = time.perf_counter  # seconds
+    _pool: KVPool = field(default_factory=KVPool)
+    _streams: dict[str, _HeadStream] = field(default_factory=dict)  # by request; those that drafted last come last
+    _passes: DraftPasses = field(init=False)
+    _states: Tensor | None = None  # [T, H] that the next pass reads; None: zeros, to measure its seconds
+    _own_states: Tensor = field(init=False)  # [N, H] of the newest pass
+
+    def __post_init__(self) -> None:
+        layout = _layout(self.head, self.pages.page_size)
+        self._pool.allocate([layout], [0], self.pages.num_pages, self.head.dtype, self.target.device)
+        self._passes = DraftPasses(self._compute, self.pages, self.clock)
+
+    @classmethod
+    def load(cls, config: SpeculativeConfig, target: LoadedModel) -> Self:
+        """Load the head onto the device of `target`, in the same dtype, and have `target` keep the states that it reads.
+
+        Raises:
+            ValueError: the head is not of this target, or of a form that is not computed here; or the target's states
+                cannot be taken; or the memory holds no page.
+        """
+        assert config.model is not None
+        head = EagleHead.load(resolve_model(config.model), target.dtype, target.device)
+        _check_fits(head, target, config.model)
+        layers = head.config.layers_of(target.num_hidden_layers)
+        target.tap_layers(layers)
+        page_size = max(_PAGE_SIZE, target.attention.page_multiple)
+        page_bytes = _layout(head, page_size).page_bytes
+        memory = int(config.draft_kv_cache_memory)
+        if memory < page_bytes:
+            raise ValueError(f"draft_kv_cache_memory ({memory}) must be at least {page_bytes} bytes, one page")
+        return cls(head, target, PagePool(memory // page_bytes, page_size, enable_prefix_caching=False), layers)
+
+    def add(self, request_id: str, token_ids: Sequence[int]) -> None:
+        """Add a request. `token_ids` is its own list, prompt and output, which grows with each accepted token."""
+        self.remove(request_id)
+        nothing = torch.empty(0, self.head.width, dtype=self.head.dtype, device=self.target.device)
+        self._streams[request_id] = _HeadStream(token_ids, new_stream(request_id), nothing)
+
+    def remove(self, request_id: str) -> None:
+        """Forget a request; one that was never added is ignored."""
+        if self._streams.pop(request_id, None) is not None:
+            self.pages.release(request_id)
+
+    def match_length(self, request_id: str, forced: Sequence[int] = ()) -> int:
+        """Return a match length: one constant for requests whose states are here, 0 for others, and after `forced`."""
+        return MATCH if not forced and self._streams[request_id].can_draft else 0
+
+    def seconds(self, num_streams: int, num_tokens: int) -> float:
+        """Return the predicted seconds to draft for `num_streams`, the longest draft having `num_tokens`."""
+        return self._passes.seconds(num_streams, num_tokens)
+
+    @torch.inference_mode()
+    def observe(self, batch: Batch) -> None:
+        """Take the states of a step that has been computed. The step's own seconds have the head's share of a prompt."""
+        states = self.head.combined(self.target.layer_tap.take(self.layers))
+        start = 0
+        due = dict[str, int]()
+        for part in batch.scheduled:
+            stream = self._streams.get(part.request.id)
+            if stream is not None:
+                stream.append(part.start, states[start : start + part.num_tokens])
+                num_due = stream.num_due()
+                if num_due >= _MOST_PENDING:
+                    due[part.request.id] = num_due
+            start += part.num_tokens
+        self._catch_up(due)
+
+    def propose(self, wanted: Mapping[str, int], forced: Mapping[str, Sequence[int]] = {}) -> dict[str, list[int]]:
+        """Return at most so many drafts for each request; none after its `forced` tokens, whose states are not known.
+
+        Requests that drafted least recently lose their pages first.
+        """
+        streams = dict[str, _HeadStream]()
+        for request_id in wanted:
+            stream = self._streams[request_id]
+            if stream.can_draft and not forced.get(request_id):
+                self._streams[request_id] = streams[request_id] = self._streams.pop(request_id)  # the latest to draft
+        parts, states = self._beginning(streams, wanted)
+        drafts: dict[str, list[int]] = {part.request.id: [] for part in parts}
+        while parts:
+            tokens, states = self._run(parts, states)
+            for part, token in zip(parts, tokens, strict=True):
+                request = part.request
+                if drafts[request.id]:
+                    request.num_computed_tokens += 1
+                else:
+                    streams[request.id].end(part.num_tokens)
+                drafts[request.id].append(token)
+                request.token_ids.append(token)
+            names = [part.request.id for part in parts]
+            left = [number for number, name in enumerate(names) if len(drafts[name]) < wanted[name]]
+            states = states[left]
+            parts = [self._passes.part(parts[number].request, 1) for number in left]
+        for request_id, found in drafts.items():  # rows of drafts have the head's own states: they are computed again
+            streams[request_id].seen.num_computed_tokens -= len(found) - 1
+        return drafts
+
+    def _beginning(
+        self, streams: Mapping[str, _HeadStream], wanted: Mapping[str, int]
+    ) -> tuple[list[Scheduled], Tensor]:
+        """Return the parts of the first pass, those of one row first, and their states."""
+        found = list[tuple[Scheduled, Tensor]]()
+        for request_id, stream in streams.items():
+            seen = stream.seen
+            num_due = stream.num_due()
+            if not num_due:  # the last row again
+                seen.num_computed_tokens -= 1
+                num_due = 1
+            num_tokens = seen.num_computed_tokens + num_due + wanted[request_id] - 1
+            if self._passes.make_room(seen, num_tokens, self._others(streams)):
+                states = stream.begin(num_due)
+                found.append((self._passes.part(seen, num_due), states))
+        found.sort(key=lambda each: each[0].num_tokens)
+        return [part for part, _ in found], torch.cat([states for _, states in found] or [torch.empty(0)])
+
+    def _catch_up(self, due: Mapping[str, int]) -> None:
+        """Compute keys and values of rows whose tokens are known. Streams without room begin anew with the next rows.
+
+        `due`: numbers of rows, by request.
+        """
+        parts = list[Scheduled]()
+        states = list[Tensor]()
+        for request_id, num_rows in due.items():
+            stream = self._streams[request_id]
+            num_tokens = stream.seen.num_computed_tokens + num_rows
+            if self._passes.make_room(stream.seen, num_tokens, self._others(due)):
+                states.append(stream.begin(num_rows))
+                parts.append(self._passes.part(stream.seen, num_rows, samples=False))
+                stream.end(num_rows)
+            else:
+                stream.begin_anew()
+        if parts:
+            self._states = torch.cat(states)
+            self._compute(StepInputs.of(Batch(parts, 0), self.pages.page_size)[0])
+
+    def _others(self, kept: Container[str]) -> Iterator[Request]:
+        """Yield the rows of streams that may lose their pages, the least recent first."""
+        return (stream.seen for name, stream in self._streams.items() if name not in kept)
+
+    def _run(self, parts: Sequence[Scheduled], states: Tensor) -> tuple[list[int], Tensor]:
+        """Compute one pass over `states` [T, H]. Return the token and the head's own states [N, H] after each part."""
+        self._states = states
+        return self._passes.run(parts), self._own_states
+
+    @torch.inference_mode()
+    def _compute(self, inputs: StepInputs) -> Tensor:
+        """Return the token [N] of each wanted row."""
+        states = self._states
+        self._states = None
+        tensors = inputs.on(self.target.device)
+        if states is None:
+            states = self.head.norm.weight.new_zeros(len(inputs.token_ids), self.head.width)
+        batch = inputs.attention(tensors)
+        attention = self.target.attention
+        k_pages, v_pages = self._pool.pages[0]
+
+        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
+            attention.store_kv(k, v, k_pages, v_pages, batch.slots)
+            if not len(inputs.wanted):
+                return None
+            return attention.paged_attention(q, k_pages, v_pages, batch, scale=self.head.scale)
+
+        own = self.head.embed_tokens
+        embedding = self.target.module.get_input_embeddings() if own is None else own
+        embeddings = embedding(tensors.token_ids[None])[0]
+        logits, self._own_states = self.head(states, embeddings, tensors.positions, attend, tensors.wanted)
+        return self.head.tokens_of(argmax(logits))
+
+
+def _layout(head: EagleHead, page_size: int) -> PoolLayout:
+    layer = head.config.layer
+    shape = LayerShape(layer.num_key_value_heads, layer.head_dim, layer.head_dim)
+    return PoolLayout([shape], page_size, head.dtype.itemsize)
+
+
+def _check_fits(head: EagleHead, target: LoadedModel, name: str) -> None:
+    """Check that a head is of this target. ValueError: it is not, or ranks divide the embedding that it would read."""
+    width = text_config(target.config).hidden_size
+    config = head.config
+    if (config.target_hidden_size, config.layer.vocab_size) != (width, target.vocab_size):
+        raise ValueError(
+            f"model: {name} is a head for hidden states of {config.target_hidden_size} numbers and a vocabulary of "
+            f"{config.layer.vocab_size} tokens; the model that is served has {width} and {target.vocab_size}"
+        )
+    if head.embed_tokens is not None:
+        return
+    if head.width != width:
+        raise ValueError(f"model: {name} has no embed_tokens, and its width is {head.width}, not the target's {width}")
+    if target.part.position.tensor_size > 1:
+        embedding = target.module.get_input_embeddings()
+        if embedding.weight.shape[0] != target.vocab_size:
+            raise ValueError(
+                f"model: {name} has no embed_tokens, and the ranks of this model divide its own among them: "
+                f"tensor_parallel_size must be 1, or the head must have embed_tokens"
+            )

@@ -1,0 +1,113 @@
+"""Forward passes of a model that drafts: the pages of its streams, the newest token of each, and what passes cost."""
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from crossdock.workers.model.inputs import StepInputs
+from crossdock.workers.schedule.cost.cost import StepWork
+from crossdock.workers.schedule.cost.cost_fit import StepCostFit
+from crossdock.workers.schedule.memory.pages import PagePool
+from crossdock.workers.schedule.request.batch import Batch, Scheduled
+from crossdock.workers.schedule.request.request import Request
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
+
+CATCH_UP_TOKENS = 256
+"""Most tokens besides drafts that one call computes: the prompt of a new stream takes several steps of the target."""
+
+_SWEEP = ((1, 1), (4, 1), (16, 1), (1, 16), (1, 64), (1, CATCH_UP_TOKENS))
+"""Forward passes that are timed at the start: sequences, and tokens of each."""
+
+_REPEATS = 3
+
+
+def new_stream(name: str, token_ids: Sequence[int] = ()) -> Request:
+    """Return the tokens that a model which drafts has of one stream, as a request of its own."""
+    return Request(Submission(name, list(token_ids), SamplingParams()))
+
+
+@dataclass(slots=True, eq=False)
+class DraftPasses:
+    """Computes passes over pages of their own, and learns their seconds from each.
+
+    `compute` returns the most probable token [S] after each sequence of a pass.
+    """
+
+    compute: Callable[[StepInputs], Tensor]
+    pages: PagePool
+    clock: Callable[[], float] = time.perf_counter  # seconds
+    most_tokens: int | None = None  # of a sequence; None: any number
+    _fit: StepCostFit = field(init=False)
+    _mean_context: float = 0.0  # tokens before each part of the last pass
+
+    def __post_init__(self) -> None:
+        self._fit = self._swept()
+
+    def seconds(self, num_streams: int, num_tokens: int) -> float:
+        """Return the predicted seconds to draft for `num_streams`, the longest draft having `num_tokens`.
+
+        The first draft computes the two newest tokens of a stream, each further one computes the draft before it.
+        """
+        if num_tokens <= 0:
+            return 0.0
+        cost = self._fit.cost
+        context = num_streams * self._mean_context
+        first = cost.seconds(StepWork.of([(0, 2)] * num_streams))
+        return first + (num_tokens - 1) * cost.decode_step_seconds(num_streams, context)
+
+    def make_room(self, request: Request, num_tokens: int, others: Iterable[Request]) -> bool:
+        """Give a stream pages for `num_tokens`, and return whether there are enough.
+
+        Missing pages are taken from `others`, from the first ones first. These have to be computed again.
+        """
+        num_missing = -(-num_tokens // self.pages.page_size) - len(self.pages.pages_of(request.id))
+        if num_missing <= 0:
+            return True
+        if num_missing > self.pages.block_pool.num_available:
+            for other in others:
+                if self.pages.release(other.id):
+                    other.num_computed_tokens = 0
+                    if num_missing <= self.pages.block_pool.num_available:
+                        break
+            else:
+                return False
+        self.pages.allocate(request.id, num_missing)
+        return True
+
+    def part(self, request: Request, num_tokens: int, *, samples: bool = True) -> Scheduled:
+        """Return a stream's part of a pass: its next `num_tokens`."""
+        start = request.num_computed_tokens
+        return Scheduled(request, start, num_tokens, self.pages.pages_of(request.id), samples)
+
+    def run(self, parts: Sequence[Scheduled]) -> list[int]:
+        """Compute one pass, and return the most probable token after each part that samples."""
+        tokens, work, seconds = self._timed(parts)
+        self._fit.observe(work, seconds)
+        self._mean_context = (work.context + work.chunk_context) / len(parts)
+        return tokens
+
+    def _timed(self, parts: Sequence[Scheduled]) -> tuple[list[int], StepWork, float]:
+        """Compute one pass. Return the most probable token after each part, the work and the seconds."""
+        batch = Batch(parts, sum(part.num_tokens == 1 for part in parts))
+        started = self.clock()
+        tokens: list[int] = self.compute(StepInputs.of(batch, self.pages.page_size)[0]).tolist()  # waits for the device
+        return tokens, batch.work, self.clock() - started
+
+    def _swept(self) -> StepCostFit:
+        """Fit the cost of forward passes to one pass of each size that the pool holds."""
+        sweep = []
+        for num_streams, num_tokens in _SWEEP:
+            num_pages = -(-num_tokens // self.pages.page_size)
+            is_short = self.most_tokens is None or num_tokens <= self.most_tokens
+            if not is_short or not self.pages.block_pool.can_allocate(num_streams * num_pages):
+                continue
+            requests = [new_stream(f"sweep {number}", [0] * num_tokens) for number in range(num_streams)]
+            for request in requests:
+                self.pages.allocate(request.id, num_pages)
+            timed = [self._timed([self.part(one, num_tokens) for one in requests]) for _ in range(_REPEATS)]
+            sweep.append(min((timing[1:] for timing in timed), key=lambda timing: timing[1]))
+            for request in requests:
+                self.pages.release(request.id)
+        return StepCostFit(sweep)
