@@ -23,7 +23,7 @@ RECORDS = {  # an object, or one field of it: why it may change
     **dict.fromkeys(
         ("model.config.rms_norm_eps", "tokenizer", "backend", "backend.model"), "written to a converted checkpoint"
     ),
-    **dict.fromkeys(("part.request", "self.seen", "stream.seen"), REQUEST),
+    **dict.fromkeys(("part.request", "self.seen", "stream.seen", "other"), REQUEST),
     **dict.fromkeys(
         ("engine.scheduler.forecast.scored_factor", "self.scheduler.encoding.cost", "pipeline.deadline"), LEARNT
     ),

@@ -121,8 +121,8 @@ class DraftModel:
                 if part.request.id in drafts:
                     drafts[part.request.id].append(token)
                     part.request.token_ids.append(token)
-            requests = [part.request for part in parts]
-            parts = [self._passes.part(one, 1) for one in requests if len(drafts.get(one.id, ())) < limits.get(one.id, 0)]
+            seen = [part.request for part in parts]
+            parts = [self._passes.part(one, 1) for one in seen if len(drafts.get(one.id, ())) < limits.get(one.id, 0)]
         return drafts
 
     def _catching_up(

@@ -11,7 +11,7 @@ NUM_STATES = 3  # of the target's layers, which a head reads side by side
 
 
 class EagleConfig(NamedTuple):
-    """What a head is made of, and which of the target's layers it reads."""
+    """Says what a head is made of, and which of the target's layers it reads."""
 
     layer: LlamaConfig  # of the head's one decoder layer
     draft_vocab_size: int
@@ -21,16 +21,15 @@ class EagleConfig(NamedTuple):
 
     @classmethod
     def read(cls, folder: Path) -> "EagleConfig":
-        """Read config.json. ValueError: the head is of a form that is not computed here; the message names the field."""
+        """Read config.json. ValueError: a head of this form is not computed here; the message names the field."""
         found = read_config_file(folder)
         is_speculators = "transformer_layer_config" in found
         inner = found["transformer_layer_config"] if is_speculators else found
         if not isinstance(inner, dict):
             raise ValueError(f"model: {folder}: transformer_layer_config must be an object")
         eagle = found.get("eagle_config") or {}
-        names = found.get("architectures") or []
-        is_eagle = found.get("speculators_model_type") == "eagle3" or any("eagle3" in str(each).lower() for each in names)
-        if not is_eagle:
+        kinds = [found.get("speculators_model_type"), *(found.get("architectures") or [])]
+        if not any("eagle3" in str(kind).lower() for kind in kinds):
             raise ValueError(
                 f"model: {folder} is no head of EAGLE-3: its config.json has neither speculators_model_type eagle3 nor "
                 f"Eagle3 in architectures"
@@ -56,8 +55,8 @@ class EagleConfig(NamedTuple):
         chosen = self.layers if self.layers is not None else default_layers(num_layers)
         if len(chosen) != NUM_STATES or any(not 0 <= each < num_layers for each in chosen):
             raise ValueError(
-                f"model: the head reads the inputs of layers {list(chosen)}; expected are {NUM_STATES} layers from 0 to "
-                f"{num_layers - 1}, see eagle_aux_hidden_state_layer_ids in its config.json"
+                f"model: the head reads the inputs of layers {list(chosen)}; expected are {NUM_STATES} layers from 0 "
+                f"to {num_layers - 1}, see eagle_aux_hidden_state_layer_ids in its config.json"
             )
         return chosen
 

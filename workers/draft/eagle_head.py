@@ -1,9 +1,10 @@
 """The head of EAGLE-3: one decoder layer over the hidden states of three of the target's layers.
 
-The row of position p reads the target's states at p and the token at p + 1, and tells the token at p + 2. A draft is the
-token of a row that reads the head's own state in the place of the target's. (Li et al., arXiv 2503.01840.)
+The row of position p reads the target's states at p and the token at p + 1, and its token is a draft of that at p + 2.
+The row of a further draft reads the head's own state in the place of the target's. (Li et al., arXiv 2503.01840.)
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -98,14 +99,14 @@ class EagleHead(nn.Module):
     def scale(self) -> float:
         """Return the scale of attention's scores."""
         head_dim: int = self.config.layer.head_dim
-        return head_dim**-0.5
+        return 1 / math.sqrt(head_dim)
 
     def tokens_of(self, draft_ids: Tensor) -> Tensor:
         """Return the target's tokens of the head's own ones, [N]."""
         return draft_ids + self.d2t[draft_ids]
 
     def combined(self, states: Tensor) -> Tensor:
-        """Return what rows read of the target's states [T, 3 E], [T, H]."""
+        """Combine the target's states [T, 3 E] to those that rows read, [T, H]."""
         combined: Tensor = self.fc(states)
         return combined
 

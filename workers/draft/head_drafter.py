@@ -79,11 +79,15 @@ class _HeadStream:
         self.seen.token_ids[start:] = self.tokens[offset + 1 : offset + 1 + num_rows]
         return self.states[offset - self.base : offset - self.base + num_rows]
 
-    def begin_anew(self) -> None:
+    def begin_again(self) -> None:
         """Give up all rows but the last one that has come."""
         self.first = self.base = self.base + len(self.states) - 1
         self.states = self.states[-1:].clone()
         self.seen.num_computed_tokens = 0
+
+    def step_back(self, num_rows: int) -> None:
+        """Have the last rows computed again, or written over."""
+        self.seen.num_computed_tokens -= num_rows
 
     def end(self, num_rows: int) -> None:
         """Note that rows of known tokens are computed. The states of the last one stay: it may be computed again."""
@@ -115,7 +119,7 @@ class HeadDrafter:
 
     @classmethod
     def load(cls, config: SpeculativeConfig, target: LoadedModel) -> Self:
-        """Load the head onto the device of `target`, in the same dtype, and have `target` keep the states that it reads.
+        """Load the head onto the device of `target`, in the same dtype, and have `target` keep its states.
 
         Raises:
             ValueError: the head is not of this target, or of a form that is not computed here; or the target's states
@@ -154,7 +158,7 @@ class HeadDrafter:
 
     @torch.inference_mode()
     def observe(self, batch: Batch) -> None:
-        """Take the states of a step that has been computed. The step's own seconds have the head's share of a prompt."""
+        """Take the states of a computed step. The head's share of a chunk counts in the step's seconds."""
         states = self.head.combined(self.target.layer_tap.take(self.layers))
         start = 0
         due = dict[str, int]()
@@ -183,19 +187,19 @@ class HeadDrafter:
         while parts:
             tokens, states = self._run(parts, states)
             for part, token in zip(parts, tokens, strict=True):
-                request = part.request
-                if drafts[request.id]:
-                    request.num_computed_tokens += 1
+                name = part.request.id
+                if drafts[name]:
+                    part.request.num_computed_tokens += 1
                 else:
-                    streams[request.id].end(part.num_tokens)
-                drafts[request.id].append(token)
-                request.token_ids.append(token)
+                    streams[name].end(part.num_tokens)
+                drafts[name].append(token)
+                part.request.token_ids.append(token)
             names = [part.request.id for part in parts]
             left = [number for number, name in enumerate(names) if len(drafts[name]) < wanted[name]]
             states = states[left]
             parts = [self._passes.part(parts[number].request, 1) for number in left]
         for request_id, found in drafts.items():  # rows of drafts have the head's own states: they are computed again
-            streams[request_id].seen.num_computed_tokens -= len(found) - 1
+            streams[request_id].step_back(len(found) - 1)
         return drafts
 
     def _beginning(
@@ -204,20 +208,19 @@ class HeadDrafter:
         """Return the parts of the first pass, those of one row first, and their states."""
         found = list[tuple[Scheduled, Tensor]]()
         for request_id, stream in streams.items():
-            seen = stream.seen
             num_due = stream.num_due()
             if not num_due:  # the last row again
-                seen.num_computed_tokens -= 1
+                stream.step_back(1)
                 num_due = 1
-            num_tokens = seen.num_computed_tokens + num_due + wanted[request_id] - 1
-            if self._passes.make_room(seen, num_tokens, self._others(streams)):
+            num_tokens = stream.seen.num_computed_tokens + num_due + wanted[request_id] - 1
+            if self._passes.make_room(stream.seen, num_tokens, self._others(streams)):
                 states = stream.begin(num_due)
-                found.append((self._passes.part(seen, num_due), states))
+                found.append((self._passes.part(stream.seen, num_due), states))
         found.sort(key=lambda each: each[0].num_tokens)
         return [part for part, _ in found], torch.cat([states for _, states in found] or [torch.empty(0)])
 
     def _catch_up(self, due: Mapping[str, int]) -> None:
-        """Compute keys and values of rows whose tokens are known. Streams without room begin anew with the next rows.
+        """Compute keys and values of rows whose tokens are known. Streams without room begin again with the next rows.
 
         `due`: numbers of rows, by request.
         """
@@ -231,7 +234,7 @@ class HeadDrafter:
                 parts.append(self._passes.part(stream.seen, num_rows, samples=False))
                 stream.end(num_rows)
             else:
-                stream.begin_anew()
+                stream.begin_again()
         if parts:
             self._states = torch.cat(states)
             self._compute(StepInputs.of(Batch(parts, 0), self.pages.page_size)[0])

@@ -93,7 +93,7 @@ class LoadedModel(Network):
         modules = getattr(decoder, "layers", None)
         if not isinstance(modules, nn.ModuleList):
             raise ValueError(f"{self.config.model_type}: its layers are in no list, and their states cannot be taken")
-        self.layer_tap.open_at(layers, modules if len(modules) == self.num_hidden_layers else ())
+        self.layer_tap.open_at(layers, list(modules) if len(modules) == self.num_hidden_layers else ())
 
     def allocate_pool(self, num_pages: int, page_size: int) -> None:
         """Allocate the one KV tensor of this process.

@@ -4,6 +4,7 @@ import ctypes
 import shutil
 from dataclasses import fields, replace
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -105,13 +106,20 @@ def test_one_call_in_float32_gives_what_steps_give_and_rows_are_independent(
         for one, other in zip(few, others, strict=True)
     )
 
-    def run(stack: DecoderStack, first: int, last: int, changes: RowDeltas = none) -> tuple[Tensor, Tensor]:
-        """Return the rows of some sequences, and the pool after them."""
+    def run(
+        stack: DecoderStack,
+        first: int,
+        last: int,
+        changes: RowDeltas = none,
+        kept: dict[int, Tensor] | None = None,
+    ) -> tuple[Tensor, Tensor]:
+        """Return the rows of some sequences, and the pool after them. `kept` gets the inputs of two layers."""
         ends = [0, 1, 6, 7, 10, 22]
         rows, pages = slice(ends[first], ends[last]), pool.clone()
         views = [(pages[:, :, layer, 0], pages[:, :, layer, 1]) for layer in range(len(weights))]
         several = batch(LENGTHS[first:last], table[first:last])
-        return stack(hidden[rows], cos[rows], sin[rows], views, several, changes), pages
+        keeping = ((), None) if kept is None else ((0, 2), kept.__setitem__)
+        return stack(hidden[rows], cos[rows], sin[rows], views, several, changes, *keeping), pages
 
     for changes in (none, wide):
         whole, pages = run(own, 0, len(LENGTHS), changes)
@@ -122,6 +130,13 @@ def test_one_call_in_float32_gives_what_steps_give_and_rows_are_independent(
     assert torch.equal(whole, run(own, 0, len(LENGTHS), narrow)[0]), "bfloat16 is widened as it is read"
     assert torch.equal(exact, run(steps, 0, len(LENGTHS), narrow)[0])
     whole, _ = run(own, 0, len(LENGTHS))
+    for stack, changes in product((own, steps), (none, wide)):
+        plain, _ = run(stack, 0, len(LENGTHS), changes)
+        kept: dict[int, Tensor] = {}
+        parted, _ = run(stack, 0, len(LENGTHS), changes, kept)
+        assert torch.equal(parted, plain), "layers whose inputs are kept do not change the result"
+        assert torch.equal(kept[0], hidden)
+        assert not torch.equal(kept[2], parted)
     for alone, rows in ((0, slice(0, 1)), (1, slice(1, 6)), (4, slice(10, 22))):
         assert torch.equal(run(own, alone, alone + 1)[0], whole[rows])
 

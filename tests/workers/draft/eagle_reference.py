@@ -1,5 +1,6 @@
 """Drafting heads with random weights, and what such a head drafts, in plain torch: no pages, whole texts."""
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -69,13 +70,11 @@ def write_head(folder: Path, target: PreTrainedModel, *, draft_vocab: int | None
 
 def write_config(folder: Path, content: dict[str, Any]) -> None:
     """Write config.json."""
-    import json
-
     (folder / "config.json").write_text(json.dumps(content))
 
 
 class EagleReference:
-    """What the head in a folder drafts after a text of `target`."""
+    """Drafts after a text of `target` as the head in a folder should."""
 
     def __init__(self, folder: Path, target: PreTrainedModel) -> None:
         self._target: Any = target
@@ -114,7 +113,8 @@ class EagleReference:
         seen = torch.einsum("hqk,khd->qhd", scores.masked_fill(later, -torch.inf).softmax(-1), v)
         hidden = (normed if self._norm_before_residual else states) + self._linear("self_attn.o_proj", seen.flatten(1))
         x = self._norm("layers.0.post_attention_layernorm", hidden)
-        hidden = hidden + self._linear("mlp.down_proj", silu(self._linear("mlp.gate_proj", x)) * self._linear("mlp.up_proj", x))
+        activated = silu(self._linear("mlp.gate_proj", x)) * self._linear("mlp.up_proj", x)
+        hidden = hidden + self._linear("mlp.down_proj", activated)
         return linear(self._norm("norm", hidden), self._weights["lm_head.weight"]), hidden
 
     def _linear(self, name: str, x: Tensor) -> Tensor:

@@ -1,22 +1,32 @@
 """A head of EAGLE-3 drafts what plain torch drafts, at every step, and an engine with it gives the tokens without."""
 
 import random
+import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from pydantic import ByteSize
+from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
+from crossdock.kernels.cpu.build import cpu_flags
 from crossdock.workers.draft.head_drafter import HeadDrafter
+from crossdock.workers.model.weights.untrusted import read_json
 from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.speculation import Speculation
 from crossdock.workers.schedule.request.submission import SamplingParams, Submission
-from tests.workers.draft.eagle_reference import EagleReference, write_head
+from tests.sweeps import rest_in_soak
+from tests.workers.architectures import build
+from tests.workers.draft.eagle_reference import EagleReference, write_config, write_head
+from tests.workers.ranks import Ranks, saved
 from tests.workers.replica.engines import tokens_of
 from tests.workers.replica.speculating import (
+    MAX_MODEL_LEN,
     NUM_REQUESTS,
     VOCAB_SIZE,
     History,
@@ -27,7 +37,9 @@ from tests.workers.replica.speculating import (
     least_pages,
     module,
     serve,
+    speculating,
 )
+from tests.workers.worker_groups import engine_of_ranks
 
 
 @cache
@@ -44,8 +56,8 @@ def head_config(folder: Path, num_tokens: int = 4, **others: Any) -> dict[str, A
 
 def drafter_of(engine: Engine) -> HeadDrafter:
     """Return the head of an engine."""
-    assert engine.speculation is not None
-    drafter = engine.speculation.drafter  # type: ignore[attr-defined]
+    assert isinstance(engine.speculation, Speculation)
+    drafter = engine.speculation.drafter
     assert isinstance(drafter, HeadDrafter)
     return drafter
 
@@ -81,17 +93,15 @@ class Noted:
 
 
 def noting(engine: Engine, answers: Mapping[str, Sequence[int]], share_right: float = 0.7) -> Noted:
-    """Return what takes the place of an engine's drafter."""
+    """Put a drafter that notes in the place of an engine's own, and return it."""
     noted = Noted(drafter_of(engine), Oracle(answers, share_right, random.Random(3)))
-    assert engine.speculation is not None
-    engine.speculation.drafter = noted  # type: ignore[attr-defined]
+    speculating(engine, noted)
     return noted
 
 
-@pytest.mark.parametrize("changed", [{}, {"norm_before_residual": True}])
-@pytest.mark.parametrize("draft_vocab", [None, 100])
+@pytest.mark.parametrize(("draft_vocab", "changed"), [(None, {}), (100, {"norm_before_residual": True})])
 def test_head_in_an_engine_drafts_as_in_plain_torch_at_every_step(
-    tmp_path: Path, changed: dict[str, Any], draft_vocab: int | None
+    tmp_path: Path, draft_vocab: int | None, changed: dict[str, Any]
 ) -> None:
     """Prompts come in chunks, streams join and leave, and some drafts are accepted, others not."""
     folder = write_head(tmp_path, module(), draft_vocab=draft_vocab, **changed)
@@ -106,17 +116,10 @@ def test_head_in_an_engine_drafts_as_in_plain_torch_at_every_step(
     assert len(noted.notes) > 30
     for text, drafts in noted.notes:
         assert drafts == oracle.drafts(text, len(drafts))
-    assert drafter_of_noted(engine).pages.block_pool.num_available == drafter_of_noted(engine).pages.num_pages
+    assert noted.head.pages.block_pool.num_available == noted.head.pages.num_pages, "none is left behind"
 
 
-def drafter_of_noted(engine: Engine) -> HeadDrafter:
-    assert engine.speculation is not None
-    noted = engine.speculation.drafter  # type: ignore[attr-defined]
-    assert isinstance(noted, Noted)
-    return noted.head
-
-
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", rest_in_soak([0, 1, 2, 3], 1, 2))
 def test_any_history_with_a_head_gives_the_tokens_without(tmp_path: Path, seed: int) -> None:
     """With few pages requests are preempted and computed again; with prefixes in pages, states are missing."""
     folder = write_head(tmp_path, module())
@@ -180,3 +183,117 @@ def test_longer_drafts_and_more_streams_are_predicted_to_take_longer(tmp_path: P
     assert drafter.seconds(0, 0) == 0
     assert 0 < drafter.seconds(1, 1) < drafter.seconds(1, 4) <= drafter.seconds(8, 4)
     assert drafter.head.config.layer.vocab_size == VOCAB_SIZE
+
+
+def test_head_of_fused_layers_without_an_embedding_drafts_as_in_plain_torch(tmp_path: Path) -> None:
+    """The layers of this target are one module. The head is named as those of vLLM's examples are."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+    sizes |= {"vocab_size": 288, "max_position_embeddings": MAX_MODEL_LEN}  # kernels take multiples of 16
+    target, own = build("llama", sizes), build("llama", sizes)
+    folder = as_in_examples(write_head(tmp_path, own))
+    greedy = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    works = [replace(work, sampling=greedy) for work in History.random(6, 4).works]
+    history = History(works, [0, 1, 2, 3], {})
+    reference = serve(engine_of(target=build("llama", sizes)), history)[0]
+    settings = {"enable_prefix_caching": False, "max_num_batched_tokens": 24}
+    engine = engine_of(target=target, speculative_config=head_config(folder), **settings)
+    assert engine.executor.cpu_kernels or not has_kernels(), "the layers are fused"
+    noted = noting(engine, {name: tokens_of(deltas) for name, deltas in reference.items()})
+    found, _ = serve(engine, history)
+    for name, deltas in reference.items():
+        check_request(found[name], deltas, was_aborted=False)
+    oracle = EagleReference(folder, own)
+    assert len(noted.notes) > 20
+    for text, drafts in noted.notes:
+        assert drafts == oracle.drafts(text, len(drafts))
+
+
+def has_kernels() -> bool:
+    """Return whether layers can be fused on this machine."""
+    return shutil.which("g++") is not None and {"avx2", "fma"} <= cpu_flags()
+
+
+def as_in_examples(folder: Path) -> Path:
+    """Write a head again without its embedding, under the names of the heads in vLLM's examples."""
+    tensors = {
+        name.replace("layers.0.", "midlayer."): tensor
+        for name, tensor in load_file(folder / "model.safetensors").items()
+        if name != "embed_tokens.weight"
+    }
+    save_file(tensors, folder / "model.safetensors")
+    found = read_json(folder / "config.json")
+    flat = found.pop("transformer_layer_config") | found
+    del flat["speculators_model_type"]
+    write_config(folder, flat | {"architectures": ["LlamaForCausalLMEagle3"]})
+    return folder
+
+
+def test_tensor_ranks_with_a_head_give_the_tokens_of_one_rank_without(ranks: Ranks, tmp_path: Path) -> None:
+    path, reference = saved(module(), tmp_path / "target"), expected(1)
+    folder = write_head(tmp_path / "head", module())
+    answers = {name: tokens_of(deltas) for name, deltas in reference.items()}
+    config = {"speculative_config": head_config(folder), "admission": "queue", "enable_prefix_caching": False}
+    with engine_of_ranks(ranks, path, 2, 1, **config) as engine:
+        noted = noting(engine, answers)
+        found, aborted = serve(engine, History.random(1, NUM_REQUESTS))
+    for name, deltas in reference.items():
+        check_request(found[name], deltas, name in aborted)
+    assert len(noted.notes) > 20
+    oracle = EagleReference(folder, plain())
+    same = [drafts == oracle.drafts(text, len(drafts)) for text, drafts in noted.notes]
+    assert sum(same) > 0.9 * len(same), "ranks add in another order, and a near tie may fall the other way"
+
+
+def test_stages_of_a_pipeline_are_refused_with_a_head(ranks: Ranks, tmp_path: Path) -> None:
+    path = saved(module(), tmp_path / "target")
+    config = {"speculative_config": head_config(write_head(tmp_path / "head", module())), "admission": "queue"}
+    with (
+        pytest.raises(ValueError, match="pipeline_parallel_size must be 1"),
+        engine_of_ranks(ranks, path, 1, 2, **config),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1, 9]}, "eagle_aux_hidden_state_layer_ids"),
+        ({"eagle_aux_hidden_state_layer_ids": [0, 1]}, "eagle_aux_hidden_state_layer_ids"),
+        ({"target_hidden_size": 128}, "fc.weight"),
+        ({"draft_vocab_size": 10}, r"config.json asks for \[10"),
+        ({"norm_before_fc": True}, "norm_before_fc"),
+        ({"eagle_config": {"use_aux_hidden_state": False}}, "use_aux_hidden_state"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantization_config"),
+        ({"speculators_model_type": "eagle", "architectures": ["LlamaForCausalLM"]}, "no head of EAGLE-3"),
+        ({"transformer_layer_config": {"model_type": "llama", "num_hidden_layers": 2}}, "num_hidden_layers"),
+        ({"transformer_layer_config": {"model_type": "mistral"}}, "model_type"),
+        ({"transformer_layer_config": []}, "transformer_layer_config"),
+        ({"transformer_layer_config": {"rope_scaling": {"rope_type": "dynamic"}}}, "rope_type"),
+    ],
+)
+def test_head_of_another_form_or_target_is_refused_by_name(tmp_path: Path, changed: dict[str, Any], named: str) -> None:
+    folder = write_head(tmp_path, module(), **changed)
+    with pytest.raises(ValueError, match=named):
+        engine_of(speculative_config=head_config(folder))
+
+
+def test_head_of_a_target_with_another_vocabulary_is_refused_with_both_sizes(tmp_path: Path) -> None:
+    folder = write_head(tmp_path, build("llama", {"vocab_size": VOCAB_SIZE + 8}))
+    with pytest.raises(ValueError, match=f"{VOCAB_SIZE + 8} tokens.* {VOCAB_SIZE}"):
+        engine_of(speculative_config=head_config(folder))
+
+
+@pytest.mark.parametrize(("lacking", "named"), [("fc.weight", "lacks fc.weight"), ("d2t", "lacks d2t")])
+def test_head_without_one_of_its_tensors_is_refused_by_name(tmp_path: Path, lacking: str, named: str) -> None:
+    folder = write_head(tmp_path, module(), draft_vocab=50)
+    tensors = load_file(folder / "model.safetensors")
+    del tensors[lacking]
+    save_file(tensors, folder / "model.safetensors")
+    with pytest.raises(ValueError, match=named):
+        engine_of(speculative_config=head_config(folder))
+    save_file(tensors | {lacking: torch.zeros(3), "more": torch.zeros(1)}, folder / "model.safetensors")
+    with pytest.raises(ValueError, match="more, which no such head has"):
+        engine_of(speculative_config=head_config(folder))
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ValueError, match=r"no \*\.safetensors"):
+        engine_of(speculative_config=head_config(folder))

@@ -55,7 +55,7 @@ class ForwardContext:
     attention_chunks: Mapping[int, int] = field(default_factory=dict)  # their tokens, by layer that has them
     adapters: RowAdapters | None = None  # None: no row of the batch has an adapter
     positions: Tensor | None = None  # [T] of the rows of the flat batch; [3, T] of models with three axes
-    layer_tap: LayerTap | None = None  # None: a probe, whose hidden states nobody reads
+    layer_tap: LayerTap | None = None  # None: a probe, whose states are not read
 
     def of_layer(self, place: int) -> tuple[Tensor, Tensor, AttentionBatch, dict[str, Any]]:
         """Return a layer's pages of keys and of values, the batch with its pages, and the scales of these, if any."""

@@ -18,7 +18,7 @@ class LayerTap:
         self._states: dict[int, Tensor] = {}  # [T, E] by layer, of the newest pass
 
     def open_at(self, layers: Sequence[int], modules: Sequence[nn.Module]) -> None:
-        """Keep the inputs of `layers` from now on. `modules`: all layers; (): one module computes them, and calls `keep`."""
+        """Keep the inputs of `layers` from now on. `modules`: all layers; (): one module computes them all."""
         self.layers = tuple(sorted(set(layers)))
         for number in self.layers if modules else ():
             modules[number].register_forward_pre_hook(_Hook(self, number), with_kwargs=True)

@@ -193,8 +193,8 @@ class Pipeline:
     def _logits(
         self, batch: Batch, inputs: tuple[Any, list[range]], previous_tokens: Any = None
     ) -> tuple[Any, list[range]]:
-        """Compute a step as `Runner.finish` does, and hand over its hidden states: those of prompts that want a vector, and
-        those that a head reads."""
+        """Compute a step as `Runner.finish` does. Hand over its hidden states: of prompts that want a vector, and those
+        that a head reads."""
         if batch.wants_vectors:
             computed, hidden = self.runner.finish_pooled(inputs, previous_tokens)
             self.sampler.pool(batch, hidden)

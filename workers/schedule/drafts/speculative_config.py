@@ -41,7 +41,11 @@ class SpeculativeConfig(BaseModel):
         description="draft_model, eagle3: directory or hub name of the small model, or of the head.",
     )
     draft_kv_cache_memory: ByteSize = Field(
-        ByteSize(256 << 20), gt=0, description="draft_model, eagle3: memory for the KV pages of what drafts. Not in vLLM."
+        ByteSize(256 << 20), gt=0, description="draft_model, eagle3: memory for KV pages of what drafts. Not in vLLM."
+    )
+
+    draft_tensor_parallel_size: Literal[1] = Field(
+        1, description="As in vLLM: what drafts is on one rank of a replica."
     )
 
     @model_validator(mode="before")

@@ -15,6 +15,11 @@ def test_vllm_lookup_config_is_accepted() -> None:
     assert config.adaptive
 
 
+def test_vllm_config_of_a_head_is_accepted() -> None:
+    given = {"method": "eagle3", "model": "org/head", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1}
+    assert SpeculativeConfig.model_validate(given).model_dump(include=set(given)) == given
+
+
 def test_model_alone_means_draft_model() -> None:
     assert SpeculativeConfig(model="org/small", num_speculative_tokens=4).method == "draft_model"
 
@@ -29,11 +34,13 @@ def test_one_bound_of_the_match_is_both_as_in_vllm(given: dict[str, int], both: 
     ("given", "named"),
     [
         ({}, [*METHODS, "model"]),
-        ({"method": "medusa"}, ["medusa", *METHODS, "hidden states"]),
-        ({"method": "deepseek_mtp"}, ["deepseek_mtp", *METHODS, "hidden states"]),
+        ({"method": "medusa"}, ["medusa", *METHODS, "heads of this kind"]),
+        ({"method": "deepseek_mtp"}, ["deepseek_mtp", *METHODS, "heads of this kind"]),
         ({"method": "guess"}, ["guess", *METHODS]),
         ({"method": 3}, ["3", *METHODS]),
-        ({"method": "draft_model"}, ["model", "directory"]),
+        ({"method": "draft_model"}, ["model", "directory", "small model"]),
+        ({"method": "eagle3"}, ["model", "directory", "head"]),
+        ({"method": "ngram", "draft_tensor_parallel_size": 2}, ["draft_tensor_parallel_size", "1"]),
         ({"method": "ngram", "max_model_len": 24}, ["max_model_len", "prompt_lookup_max"]),
         ({"method": "ngram", "model": "org/small"}, ["model", "ngram", "draft_model"]),
         ({"method": "suffix", "prompt_lookup_max": 5}, ["prompt_lookup_max", "suffix", "ngram"]),
