@@ -96,6 +96,11 @@ class EagleHead(nn.Module):
         return self.lm_head.weight.dtype
 
     @property
+    def kv_shape(self) -> tuple[int, int]:
+        """Return the number of heads with keys and values, and the numbers of each."""
+        return self.config.layer.num_key_value_heads, self.config.layer.head_dim
+
+    @property
     def scale(self) -> float:
         """Return the scale of attention's scores."""
         head_dim: int = self.config.layer.head_dim

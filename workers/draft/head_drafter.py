@@ -13,13 +13,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from crossdock.kvtransfer.layout import LayerShape, PoolLayout
 from crossdock.workers.draft.draft_model import MATCH
 from crossdock.workers.draft.eagle_head import EagleHead
 from crossdock.workers.draft.passes import DraftPasses, new_stream
 from crossdock.workers.model.architecture import text_config
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.kv_pool import KVPool
+from crossdock.workers.model.kv_pool import KVPool, one_layer
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.sampling.sampler import argmax
 from crossdock.workers.model.weights.checkpoint import resolve_model
@@ -113,7 +112,7 @@ class HeadDrafter:
     _own_states: Tensor = field(init=False)  # [N, H] of the newest pass
 
     def __post_init__(self) -> None:
-        layout = _layout(self.head, self.pages.page_size)
+        layout = one_layer(*self.head.kv_shape, self.pages.page_size, self.head.dtype)
         self._pool.allocate([layout], [0], self.pages.num_pages, self.head.dtype, self.target.device)
         self._passes = DraftPasses(self._compute, self.pages, self.clock)
 
@@ -131,7 +130,7 @@ class HeadDrafter:
         layers = head.config.layers_of(target.num_hidden_layers)
         target.tap_layers(layers)
         page_size = max(_PAGE_SIZE, target.attention.page_multiple)
-        page_bytes = _layout(head, page_size).page_bytes
+        page_bytes = one_layer(*head.kv_shape, page_size, head.dtype).page_bytes
         memory = int(config.draft_kv_cache_memory)
         if memory < page_bytes:
             raise ValueError(f"draft_kv_cache_memory ({memory}) must be at least {page_bytes} bytes, one page")
@@ -271,12 +270,6 @@ class HeadDrafter:
         embeddings = embedding(tensors.token_ids[None])[0]
         logits, self._own_states = self.head(states, embeddings, tensors.positions, attend, tensors.wanted)
         return self.head.tokens_of(argmax(logits))
-
-
-def _layout(head: EagleHead, page_size: int) -> PoolLayout:
-    layer = head.config.layer
-    shape = LayerShape(layer.num_key_value_heads, layer.head_dim, layer.head_dim)
-    return PoolLayout([shape], page_size, head.dtype.itemsize)
 
 
 def _check_fits(head: EagleHead, target: LoadedModel, name: str) -> None:

@@ -7,7 +7,12 @@ import torch
 from torch import Tensor
 
 from crossdock.kernels.cpu.huge_pages import HugePages, MemoryTaker, give_back
-from crossdock.kvtransfer.layout import PoolLayout, View
+from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View
+
+
+def one_layer(num_kv_heads: int, head_dim: int, page_size: int, dtype: torch.dtype) -> PoolLayout:
+    """Return the layout of a page that one layer has for itself."""
+    return PoolLayout([LayerShape(num_kv_heads, head_dim, head_dim)], page_size, dtype.itemsize)
 
 
 class KVPool:
