@@ -130,6 +130,8 @@ class Application:
                 if has_begun and status != ApplicationStatus.DELETING:
                     break  # it is gone, and another user has deployed one of this name
                 has_begun = status == ApplicationStatus.DELETING
+                if has_begun:
+                    shared_cluster.end_unplaced_actors(self.name)  # Serve would wait for these to drain
                 if time.monotonic() > deadline:
                     raise TimeoutError("it is still being deleted")
                 time.sleep(_TURN_S)

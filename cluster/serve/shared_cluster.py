@@ -1,8 +1,9 @@
 """The Serve of a Ray cluster that others use: which names, routes and ports are taken, and by whom.
 
-Nothing here changes the cluster.
+Nothing here changes the cluster, but for the end of actors that wait for a machine.
 """
 
+import contextlib
 import os
 import time
 import uuid
@@ -15,6 +16,8 @@ from ray._private.state import available_resources_per_node, state
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.exceptions import RayTaskError
 from ray.serve._private.client import ServeControllerClient
+from ray.serve._private.common import ReplicaID
+from ray.serve._private.constants import SERVE_NAMESPACE
 from ray.serve.config import HTTPOptions
 from ray.serve.context import _get_global_client
 from ray.serve.generated.serve_pb2 import DeploymentRoute
@@ -97,6 +100,15 @@ def unplaced() -> list[Demand]:
         for group in found.placement_group_demand
     ]
     return actors + groups
+
+
+def end_unplaced_actors(application: str) -> None:
+    """End the replicas of an application whose actors no machine runs yet. Serve must be deleting the application."""
+    for actor in state.actor_table(None, actor_state_name="PENDING_CREATION").values():
+        name = actor["Name"]
+        if ReplicaID.is_full_id_str(name) and ReplicaID.from_full_id_str(name).deployment_id.app_name == application:
+            with contextlib.suppress(ValueError):  # it has ended meanwhile
+                ray.kill(ray.get_actor(name, SERVE_NAMESPACE))
 
 
 def machines() -> list[Machine]:

@@ -180,8 +180,8 @@ def test_start_that_finds_no_room_ends_with_what_is_missing(
     asked: str,
 ) -> None:
     place = ("--app-name", "large", "--route-prefix", "/large")
-    # Serve waits for the drain of replicas that have not begun, too.
-    seconds = ("--set", "application.room_timeout_s=1", "--set", "http.drain_timeout_s=1")
+    # An hour for requests to end: replicas that have not begun have none, and the command waits for none.
+    seconds = ("--set", "application.room_timeout_s=1", "--set", "http.drain_timeout_s=3600")
     ended = cluster.run(*SERVE, *place, *seconds, *flags)
     assert ended.returncode == 1
     message = rf"error: 1 of 1 replicas of pool 'mixed' wait for room, each for {asked} missing\. No room came in 1 s"
