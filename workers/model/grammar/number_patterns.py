@@ -77,30 +77,22 @@ def _equally_long(first: str, last: str) -> str:
     low = int(first[same])
     high = int(last[same])
     rest = len(first) - same - 1
-    parts = [f"{low}{_at_least(first[same + 1 :])}"]
+    parts = [f"{low}{_up_to(first[same + 1 :], 9)}"]
     if high > low + 1:
         parts.append(f"{_digit(low + 1, high - 1)}{_any_digits(rest)}")
-    parts.append(f"{high}{_at_most(last[same + 1 :])}")
+    parts.append(f"{high}{_up_to(last[same + 1 :], 0)}")
     return first[:same] + _either(parts)
 
 
-def _at_least(digits: str) -> str:
-    if not digits.strip("0"):
+def _up_to(digits: str, end: int) -> str:
+    """Return the pattern of equally long digits: of `digits` and more if `end` is 9, of `digits` and less if it is 0."""
+    if not digits.strip(str(9 - end)):
         return _any_digits(len(digits))
     parts = [digits]
-    for i, digit in enumerate(digits):
-        if digit != "9":
-            parts.append(f"{digits[:i]}{_digit(int(digit) + 1, 9)}{_any_digits(len(digits) - i - 1)}")
-    return _either(parts)
-
-
-def _at_most(digits: str) -> str:
-    if not digits.strip("9"):
-        return _any_digits(len(digits))
-    parts = [digits]
-    for i, digit in enumerate(digits):
-        if digit != "0":
-            parts.append(f"{digits[:i]}{_digit(0, int(digit) - 1)}{_any_digits(len(digits) - i - 1)}")
+    for i, digit in enumerate(map(int, digits)):
+        if digit != end:
+            further = _digit(digit + 1, 9) if end else _digit(0, digit - 1)
+            parts.append(f"{digits[:i]}{further}{_any_digits(len(digits) - i - 1)}")
     return _either(parts)
 
 

@@ -15,7 +15,7 @@ from crossdock.workers.model.cut.cut_model import cut_model
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.weights.packed_layers import panel_bytes
-from crossdock.workers.model.weights.scheme import PLAIN, Scheme
+from crossdock.workers.model.weights.scheme import PLAIN, ROUNDED, Scheme
 from crossdock.workers.model.weights.weights import load_weights, model_on_meta, part_bytes
 
 
@@ -48,7 +48,7 @@ class PlainWeights:
     kernel: Kernel | None = None  # the kernel of all products; None: the fastest
     tolerance: float | None = None  # the error of logits, in norm, that it may cause; None: no more than rounding
     is_cut = True  # whether ranks can divide such weights
-    rounds = False  # whether plain weights become e4m3 as they are read
+    scheme: Scheme | None = None  # made from plain weights as they are read; None: that of the checkpoint
 
     def why_not(self, use: WeightUse) -> str | None:
         """Return why `use` cannot compute products from such weights; None: it can."""
@@ -74,11 +74,11 @@ class PlainWeights:
         cut = None
         if links is not None and links.position.size > 1:
             cut = partial(cut_model, position=links.position, collectives=links)
-        return load_weights(config, path, dtype, cut, device, load_format, rounds=self.rounds)
+        return load_weights(config, path, dtype, cut, device, load_format, self.scheme)
 
     def count_bytes(self, config: PretrainedConfig, position: RankPosition, dtype: torch.dtype) -> WeightBytes:
         """Return the memory for the part of the rank at `position`. CannotCut: there is no such part."""
-        module = model_on_meta(config, position, dtype, rounds=self.rounds)
+        module = model_on_meta(config, position, dtype, self.scheme)
         held = part_bytes(module)
         return WeightBytes(held, held, panel_bytes(module))
 
@@ -87,7 +87,7 @@ class Fp8Weights(PlainWeights):
     """Codes of e4m3 with a scale for each output, made from plain weights as they are read: packed from then on."""
 
     name = "fp8"
-    rounds = True
+    scheme = ROUNDED
 
 
 class Int8Weights(PlainWeights):

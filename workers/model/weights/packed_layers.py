@@ -19,7 +19,7 @@ from crossdock.kernels.packed import (
 )
 from crossdock.workers.model.cut.part import ModelPart, TensorSlice
 from crossdock.workers.model.cut.position import CannotCut
-from crossdock.workers.model.weights.scheme import E4M3_AT_LOAD, KEYS, PackedForm, scheme_of
+from crossdock.workers.model.weights.scheme import PackedForm, Scheme
 
 _Codes = TypeVar("_Codes", PackedMatrix, ExpertCodes)
 
@@ -97,12 +97,11 @@ def can_be_packed(model: Any, name: str) -> bool:
     return hasattr(module, "is_transposed") and getattr(module, attribute).dim() == 3  # experts that read one at a time
 
 
-def forms_at_load(model: Any) -> dict[str, PackedForm]:
-    """Return the forms of the parameters of a transformers model, on the meta device, that are rounded to e4m3.
+def forms_at_load(model: Any, scheme: Scheme) -> dict[str, PackedForm]:
+    """Return the forms of the parameters of a transformers model, on the meta device, that get `scheme` at load.
 
     Of its decoder, those that may be packed, without routers: encoders, embeddings and norms stay.
     """
-    scheme = scheme_of({KEYS[0]: E4M3_AT_LOAD})
     decoder = {id(module) for module in model.get_decoder().modules()}
     forms = {}
     for name, _ in model.named_parameters():

@@ -39,11 +39,12 @@ class Rule(NamedTuple):
 
 
 class Scheme(NamedTuple):
-    """One way in which checkpoints store weights."""
+    """One way in which weights are held: as files store them, or made from plain files."""
 
     method: str | None  # `quant_method` in the configuration; None: plain floats
     rules: tuple[Rule, ...] = ()
     ignored: tuple[str | NamePattern, ...] = ()  # linears in plain floats: names, parts of names, wildcards, patterns
+    is_made_at_load: bool = False  # the files are plain, and their weights get this scheme as they are read
 
     def form_of(self, name: str) -> PackedForm | None:
         """Return the form of the linear `name` of a checkpoint; None: its weight is plain."""
@@ -150,7 +151,7 @@ def check_asked(quantization: str | None, scheme: Scheme) -> None:
 def loaded_scheme(quantization: str | None, scheme: Scheme) -> Scheme:
     """Return the scheme of a checkpoint's weights once they are loaded. ValueError as in `check_asked`."""
     check_asked(quantization, scheme)
-    return scheme_of({KEYS[0]: E4M3_AT_LOAD}) if quantization == "fp8" and scheme is PLAIN else scheme
+    return ROUNDED if quantization == "fp8" and scheme is PLAIN else scheme
 
 
 def quantisation(config: Mapping[str, Any]) -> Any:
@@ -342,3 +343,6 @@ _READERS: Mapping[str, Callable[[Mapping[str, Any]], Scheme]] = {
 }
 """The readers of `quantization_config` by `quant_method`. `CHECKPOINT_METHODS` names the same for settings."""
 assert set(_READERS) == set(CHECKPOINT_METHODS)
+
+ROUNDED = scheme_of({KEYS[0]: E4M3_AT_LOAD})._replace(is_made_at_load=True)
+"""The scheme of plain weights that `quantization: fp8` rounds."""

@@ -27,7 +27,7 @@ from transformers.utils import logging
 
 from crossdock.workers.model.loaders.file_slice import DTYPES, FLOATS
 from crossdock.workers.model.weights.packed_layers import forms_at_load
-from crossdock.workers.model.weights.scheme import PackedForm, Scheme
+from crossdock.workers.model.weights.scheme import PLAIN, PackedForm, Scheme
 from crossdock.workers.model.weights.stored_tensors import PackedTensor, StoredTensor, stored_in
 from crossdock.workers.model.weights.untrusted import naming
 
@@ -132,18 +132,16 @@ def check_tensors(
     path: Path,
     dtype: torch.dtype,
     scheme: Scheme,
-    *,
-    rounds: bool = False,
 ) -> NamedTensors:
     """Check that the files in `path` hold every tensor of the model, of its shape and kind, and no other.
 
-    `model_class` is one of transformers' auto classes. `rounds`: plain weights are to be rounded to e4m3.
+    `model_class` is one of transformers' auto classes. `scheme`: of the weights once they are loaded.
 
     Raises:
         OSError: there are no weights in safetensors.
         ValueError: some tensors are others; the message names them.
     """
-    stored = stored_in(config, path, scheme)
+    stored = stored_in(config, path, PLAIN if scheme.is_made_at_load else scheme)
     unread = [f"{key} ({each.dtype})" for key, each in stored.tensors.items() if each.dtype not in DTYPES]
     if unread or stored.faults:
         raise ValueError(_message(path, {"of a dtype that is not read": unread, "of another kind": stored.faults}))
@@ -162,8 +160,8 @@ def check_tensors(
     }
     if any(faults.values()):
         raise ValueError(_message(path, faults))
-    if rounds:
-        named.round(forms_at_load(model))
+    if scheme.is_made_at_load:
+        named.round(forms_at_load(model, scheme))
     return named
 
 

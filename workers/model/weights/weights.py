@@ -44,6 +44,7 @@ from crossdock.workers.model.weights.scheme import (
     KEYS,
     PLAIN,
     PackedForm,
+    Scheme,
     quantisation,
     quantisation_at,
     scheme_at,
@@ -89,30 +90,28 @@ def load_weights(
     cut: Callable[[Any], ModelPart] | None = None,
     device: str = "cpu",
     load_format: LoadFormat = "auto",
-    *,
-    rounds: bool = False,
+    scheme: Scheme | None = None,
 ) -> tuple[Any, ModelPart | None]:
     """Load the weights in `path`. Returns transformers' model, and the part of it that `cut` returned.
 
     `cut` gets the model while it is on the meta device, and leaves what is to be loaded; None: all. Plain tensors go
     to `device` one by one, so that the host never holds a GPU's weights; a checkpoint with packed matrices comes to
-    the host. `load_format` names who reads the files. `rounds`: plain weights become e4m3, as
-    `E4M3_AT_LOAD` says.
+    the host. `load_format` names who reads the files. `scheme`: made at load from plain files; None: that of the files.
 
     Raises:
         CannotCut: `cut` cannot divide the model so.
         ValueError: transformers lets no other attention into the model; or there are no weights in safetensors, or
             others than the model's; or they are stored in a way that is not read; or `load_format` is not to be had.
     """
-    scheme = scheme_at(path)
-    is_plain = scheme is PLAIN and not rounds
+    scheme = scheme or scheme_at(path)
+    is_plain = scheme is PLAIN
     plain_config = config if is_plain else without_quantisation(config)
     options: dict[str, Any] = {"dtype": dtype, "attn_implementation": attention_names(config)}
     if device != "cpu" and is_plain:
         options["device_map"] = {"": device}
     try:
         with _LOADING:
-            named = check_tensors(auto_model(config), plain_config, path, dtype, scheme, rounds=rounds)
+            named = check_tensors(auto_model(config), plain_config, path, dtype, scheme)
             is_read_by_transformers = load_format in ("auto", "safetensors") and origin_of(path) is None
             if cut is None and is_plain and is_read_by_transformers:
                 module = _load_whole(config, path, **options)
@@ -138,7 +137,7 @@ def load_weights(
             raise
         raise ValueError(f"{config.model_type}: transformers gives it no pluggable attention") from error
     if not is_plain:
-        module.config.update({KEYS[0]: dict(E4M3_AT_LOAD) if rounds else quantisation_at(path)})
+        module.config.update({KEYS[0]: dict(E4M3_AT_LOAD) if scheme.is_made_at_load else quantisation_at(path)})
     check_products(module, part, named)
     return module, None if cut is None else part
 
@@ -250,22 +249,24 @@ def part_bytes(module: Any) -> int:
     return plain + packed_bytes(module)
 
 
-def model_on_meta(config: PretrainedConfig, position: RankPosition, dtype: torch.dtype, *, rounds: bool = False) -> Any:
-    """Return the part of the rank at `position` on the meta device. `rounds`: see `load_weights`.
+def model_on_meta(
+    config: PretrainedConfig, position: RankPosition, dtype: torch.dtype, scheme: Scheme | None = None
+) -> Any:
+    """Return the part of the rank at `position` on the meta device. `scheme`: see `load_weights`.
 
     Raises:
         CannotCut: there is no such part.
     """
-    scheme = scheme_of(config.to_dict())
+    held = scheme or scheme_of(config.to_dict())
 
     def form_of(name: str) -> PackedForm | None:
         owner, _, attribute = name.rpartition(".")
-        return scheme.form_of(owner if attribute == "weight" else f"{owner}.0.{attribute}")
+        return held.form_of(owner if attribute == "weight" else f"{owner}.0.{attribute}")
 
     with torch.device("meta"):
         with naming(Path(config.name_or_path) / "config.json", kept=(ValueError,)):
             module = auto_model(config).from_config(without_quantisation(config), dtype=dtype)
-        forms = forms_at_load(module) if rounds else None
+        forms = forms_at_load(module, held) if held.is_made_at_load else None
         part = cut_model(module, position, None)
         put_forms(module, part, form_of if forms is None else forms.get, dtype)
     return module
