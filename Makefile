@@ -78,7 +78,7 @@ bench: $(SERVES)  ## measure a running server (ARGS: its URL, and flags of `cros
 # pip matches the N of manylinux_2_N exactly, so that each one in use is listed.
 GPU_PLATFORMS := $(foreach tag,manylinux2014 manylinux_2_17 manylinux_2_28 manylinux_2_31,--platform $(tag)_x86_64)
 
-gpu-kit: setup  ## .gpu-kit: packages that a GPU machine without a network lacks (docs/first-gpu-run.md)
+gpu-kit: setup  ## .gpu-kit: packages that a GPU machine without a network lacks (benchmarks/gpu/README.md)
 	rm -rf .cache/gpu-kit-wheels && mkdir -p .cache/gpu-kit-wheels
 	$(BIN)/pip download --quiet --require-hashes --no-deps --only-binary=:all: --python-version 3.12 \
 	  --implementation cp $(GPU_PLATFORMS) --dest .cache/gpu-kit-wheels -r benchmarks/gpu-kit.lock

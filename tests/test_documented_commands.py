@@ -23,7 +23,10 @@ from crossdock.cluster import cli
 ROOT = Path(__file__).parents[1]
 GUIDE = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [*GUIDE, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"))]
-PAGES += [ROOT / "benchmarks" / "RESULTS.md", *sorted((ROOT / "benchmarks" / "records").glob("*.md"))]
+PAGES += [
+    *(ROOT / "benchmarks" / name for name in ("README.md", "RESULTS.md", "gpu/README.md")),
+    *sorted((ROOT / "benchmarks" / "records").glob("*.md")),
+]
 FENCE = re.compile(r"^```sh\n(.*?)^```", re.DOTALL | re.MULTILINE)
 INLINE = re.compile(r"(?<!`)`(crossdock [^`]+)`(?!`)")
 MAKE = re.compile(r"(?<!`)`(make [a-z][^`…]*)`(?!`)")

@@ -85,7 +85,7 @@ def _equally_long(first: str, last: str) -> str:
 
 
 def _up_to(digits: str, end: int) -> str:
-    """Return the pattern of equally long digits: of `digits` and more if `end` is 9, of `digits` and less if it is 0."""
+    """Return the pattern of equally long digits, from `digits` up if `end` is 9, from `digits` down if `end` is 0."""
     if not digits.strip(str(9 - end)):
         return _any_digits(len(digits))
     parts = [digits]
