@@ -24,9 +24,7 @@ class Scenario(BaseModel):
     num_prompts: int = Field(1, ge=1, le=8, description="Prompts that arrive together.")
     prompt_tokens: int = Field(8192, ge=1, le=65536, description="Length of each of these prompts.")
     tpot_s: float = Field(0.05, ge=0.001, le=10, description="Target of all requests, in seconds per token.")
-    profile: str = Field(
-        "h100-8b", max_length=40, description="Step costs: a preset of `crossdock simulate`; here: this server's own."
-    )
+    profile: str = Field("h100-8b", max_length=40, description="Step costs: a preset's; here: this server's own.")
 
     @field_validator("profile")
     @classmethod

@@ -15,7 +15,7 @@ from crossdock.cluster.simulate.scenario import Scenario
 from crossdock.cluster.simulate.simulation import Simulation
 from crossdock.workers.report.presets import preset
 from crossdock.workers.report.profile import SchedulingProfile
-from crossdock.workers.sandbox.limited_child import ChildFailed, Limits, answer_all, sandbox_main
+from crossdock.workers.sandbox.limited_child import Limits, answer_all, sandbox_main
 from crossdock.workers.sandbox.messages import read_message, write_message
 from crossdock.workers.schedule.request.batch import Batch
 from crossdock.workers.schedule.request.request import TokenDelta
@@ -25,6 +25,13 @@ _MOST_STEPS = 1000  # from the arrival of the prompts on
 _AROUND = 8  # steps before the arrival and after the last first token
 _OUTPUT = 2 * _MOST_STEPS  # tokens: no request ends within a run
 _TTFT_S = 10.0  # target of the class `standard`
+_TOO_LARGE = "This scenario takes more time or memory than the simulator has."
+_POLICIES: dict[str, dict[str, Any]] = {  # settings of the engine
+    "adaptive": {},
+    "fixed": {"chunk_policy": "fixed"},
+    "alternating": {"chunk_policy": "fixed", "mixed_chunks": False},
+    "whole": {"chunk_policy": "fixed", "enable_chunked_prefill": False},
+}
 
 
 def play(scenario: Scenario, profile: SchedulingProfile | None = None) -> dict[str, Any]:
@@ -46,22 +53,17 @@ def _fleet(scenario: Scenario, profile: SchedulingProfile) -> SimulatedFleet:
     """Return one replica with as much memory as the scenario needs."""
     longest = max(scenario.prompt_tokens, _CONTEXT) + _OUTPUT
     num_requests = scenario.num_streams + scenario.num_prompts
-    is_whole = scenario.policy == "whole"
+    most = longest + num_requests
     engine = {
-        "max_num_batched_tokens": longest + num_requests if is_whole else scenario.max_num_batched_tokens,
+        "max_num_batched_tokens": most if scenario.policy == "whole" else scenario.max_num_batched_tokens,
         "max_num_seqs": num_requests,
-        "chunk_policy": "adaptive" if scenario.policy == "adaptive" else "fixed",
-        "enable_chunked_prefill": not is_whole,
-        "mixed_chunks": scenario.policy != "alternating",
         "slo_classes": [{"name": "standard", "ttft_s": _TTFT_S, "tpot_s": scenario.tpot_s}],
-        "default_slo_class": "standard",
         "admission": "queue",
+        **_POLICIES[scenario.policy],
     }
-    roomy = profile.model_copy(update={"max_model_len": longest, "max_num_batched_tokens": longest + num_requests})
-    own = roomy.needs.at_most(_CONTEXT + _OUTPUT) * scenario.num_streams
-    num_pages = own + roomy.needs.at_most(longest) * (scenario.num_prompts + 1)
-    profile = profile.model_copy(update={"role": "mixed", "max_model_len": longest, "num_pages": num_pages})
-    pool = {"name": "mixed", "profile": profile, "engine": engine, "enable_prefix_caching": False}
+    roomy = profile.model_copy(update={"role": "mixed", "max_model_len": longest, "max_num_batched_tokens": most})
+    roomy = roomy.model_copy(update={"num_pages": roomy.needs.at_most(longest) * (num_requests + 1)})
+    pool = {"name": "mixed", "profile": roomy, "engine": engine, "enable_prefix_caching": False}
     return describe({"pools": [pool], "latency_s": 0.0})
 
 
@@ -86,19 +88,15 @@ class _Run(Simulation):
         super().stepped(replica, batch, deltas, now)
         self._steps.append(self._shown(batch, now - replica.step_s, replica.step_s))
         self._since += self._arrived is not None
-        if self._is_cut and self._since < _MOST_STEPS:
-            return
-        self._left -= 1
+        self._left -= not self._is_cut or self._since >= _MOST_STEPS
         if self._left > 0:
             return
-        if self._arrived is not None:
-            # As an event: the replica that calls this begins its next step afterwards.
+        if self._arrived is None:
+            self._arrived, self._left = now, _AROUND
+            for prompt in self.prompts:
+                self._send(prompt, now)
+        else:  # as an event: the replica that calls this begins its next step afterwards
             self.clock.at(now, lambda _: self.clock.stop())
-            return
-        self._arrived = now
-        self._left = _AROUND
-        for prompt in self.prompts:
-            self._send(prompt, now)
 
     def _shown(self, batch: Batch, started: float, seconds: float) -> dict[str, Any]:
         chunks = [
@@ -111,8 +109,8 @@ class _Run(Simulation):
             }
             for part in batch.scheduled[batch.num_decodes :]
         ]
-        own = {"number": len(self._steps) + 1, "started": started, "seconds": seconds}
-        return {**own, "num_decodes": batch.num_decodes, "limit": batch.limit, "chunks": chunks}
+        counts = {"num_decodes": batch.num_decodes, "limit": batch.limit, "chunks": chunks}
+        return {"started": started, "seconds": seconds, **counts}
 
     def found(self) -> dict[str, Any]:
         """Return the result."""
@@ -129,13 +127,8 @@ class _Run(Simulation):
         beside = np.concatenate(gaps) if gaps else np.empty(0)
         tpot = {f"p{q}": _micro(float(np.percentile(beside, q))) if beside.size else None for q in (50, 99, 100)}
         ttft = [_micro(sample.times[0] - arrived) if sample.times else None for sample in prompts]
-        return {
-            "arrived": _micro(arrived - begin),
-            "ttft_s": ttft,
-            "tpot_s": tpot,
-            "is_cut": self._is_cut,
-            "steps": steps,
-        }
+        shown = {"arrived": _micro(arrived - begin), "steps": steps}
+        return {**shown, "ttft_s": ttft, "tpot_s": tpot, "is_cut": self._is_cut}
 
 
 def _micro(seconds: float) -> float:
@@ -147,17 +140,12 @@ def _answer(asked: dict[str, Any]) -> dict[str, Any]:
     return {"run": play(Scenario.model_validate(asked["scenario"]), profile)}
 
 
-def _refusal(failed: ChildFailed) -> dict[str, Any]:
-    return {"error": "This scenario takes more time or memory than the simulator has."}
-
-
 def serve(requests: BinaryIO, answers: BinaryIO) -> None:
     """Answer scenarios until `requests` ends."""
-    settings = read_message(requests)
-    if settings is not None:
+    if (settings := read_message(requests)) is not None:
         play(Scenario.model_validate({}))  # imports all that a child needs, which may open no file
         write_message(answers, {})
-        answer_all(_answer, _refusal, requests, answers, Limits(**settings["limits"]))
+        answer_all(_answer, lambda failed: {"error": _TOO_LARGE}, requests, answers, Limits(**settings["limits"]))
 
 
 if __name__ == "__main__":

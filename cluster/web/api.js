@@ -23,20 +23,24 @@ async function answerOf(path) {
   return answer;
 }
 
-// Returns a function that shows the form for a key if an error says that one is missing. `retry` is called with a new key
-// in place.
+// Adds a hidden form for a key. Returns a function that shows the form if an error says that a key is missing. `retry` is
+// called with a new key in place.
 export function keyForm(retry) {
-  const form = document.getElementById("key");
+  const reason = element("p");
+  const input = element("input", { name: "key", type: "password", autocomplete: "off", required: true });
+  const form = element("form", { id: "key", className: "card", hidden: true }, reason,
+    element("label", {}, "API key ", input), " ", element("button", {}, "Show"));
+  document.querySelector("main").prepend(form);
   form.addEventListener("submit", (event) => {
     event.preventDefault();
-    sessionStorage.setItem(KEY, form.elements.key.value.trim());
-    form.elements.key.value = "";
+    sessionStorage.setItem(KEY, input.value.trim());
+    input.value = "";
     form.hidden = true;
     retry();
   });
   return (error) => {
     form.hidden = !(error instanceof KeyNeeded);
-    form.querySelector("p").textContent = form.hidden ? "" : error.message;
+    reason.textContent = form.hidden ? "" : error.message;
   };
 }
 

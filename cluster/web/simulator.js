@@ -19,8 +19,7 @@ const CHOICES = {
 };
 // A page without a server brings its runs along: what may be chosen, and the answer for each choice.
 const stored = JSON.parse(document.getElementById("runs")?.textContent ?? "null");
-const form = document.getElementById("scenario");
-const state = document.getElementById("state");
+const [form, state] = ["scenario", "state"].map((id) => document.getElementById(id));
 const shown = (name, value) => (name === "tpot_s" ? time(value) : typeof value === "number" ? whole(value) : value === "here" ? "this server's" : value);
 
 for (const [name, [label, values, start]] of Object.entries(CHOICES)) {
@@ -55,15 +54,15 @@ async function play() {
     document.getElementById("summary").replaceChildren(...runs.map((run, place) => row(lanes[place].policy,
       run.is_cut ? "not reached" : time(Math.max(...run.ttft_s)), time(run.tpot_s.p50), time(run.tpot_s.p99), time(run.tpot_s.p100),
       run.steps.length)));
-    state.textContent = stored ? "computed by the real scheduler, before" : "computed by this server's scheduler";
-    state.className = "good";
-    showKey(null);
+    say(stored ? "computed by the real scheduler, before" : "computed by this server's scheduler", "good", null);
   } catch (error) {
-    if (turn !== newest) return;
-    showKey(error);
-    state.textContent = error.message;
-    state.className = "bad";
+    if (turn === newest) say(error.message, "bad", error);
   }
+}
+
+function say(textContent, className, error) {
+  Object.assign(state, { textContent, className });
+  showKey(error);
 }
 
 const redraw = () => lanes.forEach(({ timeline }) => timeline.steps.length && timeline.draw());

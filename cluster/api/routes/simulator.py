@@ -16,7 +16,7 @@ from crossdock.workers.sandbox.sandbox import Sandbox, SandboxBusy
 
 _LIMITS = Limits(cpu_seconds=10.0, wall_seconds=20.0, memory_bytes=512 << 20)  # of one scenario
 _MODULE = "crossdock.cluster.simulate.scenario_run"
-_START_PATIENCE_S = 60.0
+_START_S = 60.0
 _KEEP_S = 60.0  # the process ends so long after its last answer
 _MOST_WAITING = 16
 _LEARNT = ("cost", "overrun", "interval_share")  # fields of a replica that are newer than those of its profile
@@ -26,8 +26,7 @@ class Simulator:
     """One scenario at a time, so that real requests keep the cores."""
 
     def __init__(self, dispatcher: Dispatcher | Dispatchers) -> None:
-        title = "the simulator's process"
-        self._sandbox = Sandbox(_MODULE, {}, title=title, limits=_LIMITS, start_patience_s=_START_PATIENCE_S)
+        self._sandbox = Sandbox(_MODULE, {}, title="the simulator's process", limits=_LIMITS, start_patience_s=_START_S)
         self._thread = ThreadPoolExecutor(1, "simulator")  # answers in order of arrival, one after the other
         self._dispatcher = dispatcher
         self._num_waiting = 0
@@ -55,12 +54,9 @@ class Simulator:
         return await long_json_answer({"object": "simulator.run", **answer["run"]})
 
     async def _profile(self) -> dict[str, Any]:
-        no_owner = ""  # an owner without steps: the profile alone is needed
-        replicas = await self._dispatcher.replicas({}, no_owner)
-        if not replicas:
-            raise wrong("profile", f"'{HERE}' needs a replica that is up; name a preset, such as h100-8b")
-        first = replicas[0]
-        return {**first["profile"], **{name: first[name] for name in _LEARNT if first.get(name)}}
+        for first in await self._dispatcher.replicas({}, ""):  # an owner without steps: the profile alone is needed
+            return {**first["profile"], **{name: first[name] for name in _LEARNT if first.get(name)}}
+        raise wrong("profile", f"'{HERE}' needs a replica that is up; name a preset, such as h100-8b")
 
 
 def _busy(reason: str) -> ApiError:

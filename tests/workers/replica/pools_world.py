@@ -6,31 +6,20 @@ and writes copy it."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from math import inf
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
-from crossdock.kvtransfer.calls import (
-    AskCall,
-    CancelExpectCall,
-    CancelShipCall,
-    ChunkCall,
-    DockCall,
-    ExpectCall,
-    FinishCall,
-    GrantCall,
-    OfferCall,
-    ShipCall,
-    WaitCall,
-)
-from crossdock.kvtransfer.events import Asked, Figures
-from crossdock.kvtransfer.messages import AskPrefix
-from crossdock.kvtransfer.next_write import TargetRank
-from crossdock.kvtransfer.protocol_outputs import ProtocolOutput, Send, Write
-from crossdock.kvtransfer.receiver import Receiver
-from crossdock.kvtransfer.sender import Sender
+from crossdock.kvtransfer.calls import DockCall, PeerDeadCall
+from crossdock.kvtransfer.dock_core import DockCore, DockCounts
+from crossdock.kvtransfer.events import Figures
+from crossdock.kvtransfer.layout import LayerShape, PageGroup, PoolSpec, Shard
+from crossdock.kvtransfer.plan import GroupRanges, PageCopies
+from crossdock.kvtransfer.transport import Memory, Peer, Received, TransportEvent, WriteDone, WriteFailed
 from crossdock.workers.replica.config import TransferConfig
 from crossdock.workers.replica.engine.engine import Step
 from crossdock.workers.replica.transfer.handover import Handover
@@ -60,91 +49,77 @@ DRAFTS = SpeculativeConfig(method="ngram", num_speculative_tokens=5)
 TRANSFER = TransferConfig(deadline_s=3.0, grace_s=0.5)
 
 
-def blob_of(name: str) -> bytes:
-    """Return the blob of a replica of one rank, by the name of its dock."""
-    return msgspec.msgpack.encode([name.encode()])
+class OpenWrite(NamedTuple):
+    """Pages on their way from one dock to another, with the message that follows them. `number`: of the sender's."""
+
+    source: str
+    number: int
+    target: str
+    copies: Sequence[PageCopies]
+    message: bytes
 
 
 @dataclass(eq=False)
-class SansIoDock:
-    """Takes the calls of `ReplicaDock`. One rank; its messages go to the world's network."""
+class WorldTransport:
+    """Moves the pages and messages of one dock when the test lets the world do so."""
+
+    name: str
+    world: "World"
+    kind: str = "world"
+    lost_is_fence: bool = True
+    busy_seconds: float = inf
+    idle_seconds: float = inf
+    num_writes: int = 0
+
+    def open(self, name: str, memory: Memory) -> bytes:
+        return b""
+
+    def connect(self, peer: Peer, page_bytes: int, num_pages: int, ranges: GroupRanges) -> None:
+        pass
+
+    def write(self, peer: str, copies: Sequence[PageCopies], message: bytes) -> int:
+        self.num_writes += 1
+        self.world.writes.append(OpenWrite(self.name, self.num_writes, peer, copies, message))
+        return self.num_writes
+
+    def send(self, peer: str, message: bytes) -> None:
+        self.world.post(self.name, peer, message)
+
+    def poll(self, seconds: float) -> list[TransportEvent]:
+        return []
+
+    def wake(self) -> None:
+        pass
+
+    def disconnect(self, peer: str, *, is_idle: bool = False) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+@dataclass(eq=False)
+class WorldDock:
+    """Takes the calls of `ReplicaDock` for its one rank, by the core of a real dock."""
 
     name: str
     world: "World"
     on_event: Callable[[object], None]
-    sender: Sender = field(init=False)
-    receiver: Receiver = field(init=False)
+    core: DockCore = field(init=False)
 
     def __post_init__(self) -> None:
-        self.sender = Sender(0, PAGE_SIZE, 20)  # two pages: states are divided too
-        self.receiver = Receiver(PAGE_SIZE, self.name.encode(), TRANSFER.grace_s)
-
-    def call(self, call: DockCall) -> None:
-        now = self.world.now
-        match call:
-            case ShipCall(request, epoch, (peer,), deadline_s):
-                target = {peer.decode(): TargetRank(1000, self.world.page_bytes, 1, bool(self.world.state_pages))}
-                self.run(self.sender.ship(request, epoch, target, deadline_s, now))
-                self.lose_dead(peer.decode())
-            case ExpectCall(request, epoch, (peer,), deadline_s):
-                source = {peer.decode(): (0, self.world.page_bytes)}
-                self.run(self.receiver.expect(request, epoch, source, deadline_s, now))
-                self.lose_dead(peer.decode())
-            case AskCall(request, epoch, peer, peers, hashes):
-                self.run([Send(peer.decode(), AskPrefix(request, epoch, peers, hashes))])
-            case OfferCall(request, epoch, num_tokens):
-                self.run(self.sender.offer(request, epoch, num_tokens))
-            case ChunkCall(request, groups, num_tokens):
-                self.run(self.sender.chunk(request, groups, num_tokens, now))
-            case FinishCall(request, groups, num_tokens, result, state_pages):
-                self.run(self.sender.finish(request, groups, num_tokens, result, now, state_pages))
-            case GrantCall(request, epoch, first_page, groups, state_pages):
-                self.run(self.receiver.grant(request, epoch, first_page, groups, now, state_pages))
-            case CancelShipCall(request, epoch):
-                self.run(self.sender.cancel(request, epoch, now))
-            case CancelExpectCall(request, epoch):
-                self.run(self.receiver.cancel(request, epoch, now))
-            case WaitCall(request, epoch, seconds):
-                self.run(self.receiver.wait(request, epoch, seconds, now))
-                self.run(self.sender.wait(request, epoch, seconds))
-            case _:
-                raise AssertionError(call)
-
-    def lose_dead(self, name: str) -> None:
-        """Lose a peer whose death was known before the transfer began, as a `Dock` does."""
-        if self.world.replicas[name].is_dead:
-            self.peer_lost(name, True)
-
-    def peer_lost(self, name: str, is_dead: bool) -> None:
-        self.run(self.sender.peer_lost(name, is_dead, "lost", self.world.now))
-        self.run(self.receiver.peer_lost(name, is_dead, "lost", self.world.now))
-
-    def tick(self) -> None:
-        self.run(self.sender.tick(self.world.now))
-        self.run(self.receiver.tick(self.world.now))
+        spec = self.world.spec
+        two_pages = 2 * spec.page_bytes  # of a write: states are divided too
+        transport = WorldTransport(self.name, self.world)
+        own = self.world.rank_blob(self.name)
+        self.core = DockCore(transport, spec, own, self.on_event, TRANSFER.grace_s, two_pages, self.world.clock)
 
     @property
     def blob(self) -> bytes:
-        return blob_of(self.name)
+        return self.world.blob(self.name)
 
-    def take(self, peer: str, message: Any) -> None:
-        if isinstance(message, AskPrefix):
-            self.on_event(Asked(message.request, message.epoch, message.peers, message.hashes))
-            return
-        side = self.sender if type(message).__name__ in ("Grant", "Abort") else self.receiver
-        if type(message).__name__ == "Wait" and not message.is_from_source:
-            side = self.sender
-        self.run(side.receive(peer, message, self.world.now))
-
-    def run(self, outputs: Sequence[ProtocolOutput]) -> None:
-        for output in outputs:
-            match output:
-                case Send(peer, message):
-                    self.world.post(self.name, peer, message)
-                case Write():
-                    self.world.writes.append((self, output))
-                case _:
-                    self.on_event(output)
+    def call(self, call: DockCall) -> None:
+        self.core.make(call, self.core.partners_of(call), self.world.now)
 
 
 @dataclass(eq=False)
@@ -180,7 +155,7 @@ class PoolReplica:
         )
         self.pages: PagePool = self.scheduler.pages
         self.config, self.executor = SimpleNamespace(page_size=PAGE_SIZE), SimpleNamespace(vocab_size=1000)
-        self.dock = SansIoDock(self.name, self.world, lambda event: self.inbox.append(lambda: self.handle(event)))
+        self.dock = WorldDock(self.name, self.world, lambda event: self.inbox.append(lambda: self.handle(event)))
         self.handover = Handover(self, self.dock, TRANSFER, self.world.transferred)  # type: ignore[arg-type]
 
     # -- what Handover calls of an Engine ----------------------------------------------------------------------------
@@ -337,7 +312,7 @@ class World:
         self.both_ways = both_ways
         self.is_drafting = is_drafting
         self.channels: dict[tuple[str, str], deque[Any]] = {}
-        self.writes: list[tuple[SansIoDock, Write]] = []
+        self.writes: list[OpenWrite] = []
         self.clients: dict[str, Client] = {}
         self.sizes = {"P": prefill_pages, "D": decode_pages}
         self.settings = settings
@@ -345,10 +320,24 @@ class World:
         self.replicas: dict[str, PoolReplica] = {}
         self.prefill, self.decode = self.start("P"), self.start("D")
 
-    @property
-    def page_bytes(self) -> tuple[int, ...]:
-        """The bytes of a page that travel, of each group of layers."""
-        return (10,) * (len(self.windows) + bool(self.state_pages))
+    def clock(self) -> float:
+        return self.now
+
+    @cached_property
+    def spec(self) -> PoolSpec:
+        """The pool of each replica, by the number of its groups: one layer in each."""
+        layers = (LayerShape(1, 1, 1),) * len(self.windows)
+        groups = tuple(PageGroup(None, (number,)) for number in range(len(layers)))
+        shard = Shard(0, ((0, 1),) * len(layers))
+        state = "states" if self.state_pages else ""
+        return PoolSpec("model", "int8", 1, PAGE_SIZE, layers, (shard,), 0, 1000, groups, state)
+
+    def rank_blob(self, name: str) -> bytes:
+        return Peer(name, WorldTransport.kind, b"", self.spec).pack()
+
+    def blob(self, name: str) -> bytes:
+        """Return the blob of a replica of one rank, by the name of its dock."""
+        return msgspec.msgpack.encode([self.rank_blob(name)])
 
     def start(self, role: str) -> PoolReplica:
         name = f"{role}{self.count}"
@@ -389,14 +378,14 @@ class World:
             legs = [(Leg.LOCAL, client.decode, client.prefill)]
         for leg, name, peer in legs:
             if self.is_fetching and leg is not Leg.RECEIVE:
-                common |= {"source": blob_of(peer), "source_tokens": len(work.prompt_token_ids) + len(client.output)}
+                common |= {"source": self.blob(peer), "source_tokens": len(work.prompt_token_ids) + len(client.output)}
             submission = Submission(
                 work.id,
                 work.prompt_token_ids,
                 work.sampling,
                 slo_class=work.slo_class,
                 leg=leg,
-                peer=blob_of(peer),
+                peer=self.blob(peer),
                 **common,
             )
             self.post("router", name, submission)
@@ -465,7 +454,7 @@ class World:
         elif isinstance(message, tuple):
             replica.inbox.append(lambda: replica.leave(*message))
         else:
-            replica.dock.take(sender, message)
+            replica.dock.core.handle(Received(sender, message))
 
     def lose(self, key: tuple[str, str]) -> None:
         """Lose a message between the replicas, as a transport without connections may."""
@@ -474,21 +463,19 @@ class World:
 
     def land(self, number: int) -> None:
         """End an open write: its data and its message are at the target."""
-        dock, write = self.writes.pop(number)
-        target = self.replicas[write.peer]
-        message = write.message
-        if self.replicas[dock.name].is_dead:
+        write = self.writes.pop(number)
+        source, target = self.replicas[write.source], self.replicas[write.target]
+        if source.is_dead:
             return
         if target.is_dead:
-            dock.run(dock.sender.write_failed(message.request, message.epoch, write.peer, "dead", self.now))
+            source.dock.core.handle(WriteFailed(write.number, "dead"))
             return
-        source = self.replicas[dock.name]
         for copy in write.copies:
             for here, there in zip(copy.source_pages, copy.target_pages, strict=True):
                 target.memory[there] = list(source.memory[here])
                 self.num_copied += 1
-        self.post(dock.name, write.peer, message)
-        dock.run(dock.sender.write_done(message.request, message.epoch, write.peer, self.now))
+        self.post(write.source, write.target, write.message)
+        source.dock.core.handle(WriteDone(write.number))
 
     def kill(self, role: str) -> None:
         """End a replica; another of its role starts, and the router hears of the death."""
@@ -500,7 +487,7 @@ class World:
         else:
             self.decode = new
         for replica in (self.prefill, self.decode):
-            replica.dock.peer_lost(old.name, True)
+            replica.dock.call(PeerDeadCall(self.rank_blob(old.name)))
         for client in self.clients.values():
             if not client.is_over and old.name in (client.prefill, client.decode):
                 self.place_again(client)
@@ -508,7 +495,7 @@ class World:
     def pass_time(self, seconds: float) -> None:
         self.now += seconds
         for replica in (self.prefill, self.decode):
-            replica.dock.tick()
+            replica.dock.core.tick()
 
     # -- to the end --------------------------------------------------------------------------------------------------
 
@@ -541,7 +528,7 @@ class World:
             counts = replica.pages.counts()
             assert counts.owned == counts.quarantined == 0, f"{replica.name}: {counts}"
             assert not replica.scheduler.table.requests()
-            assert len(replica.dock.sender) == len(replica.dock.receiver) == 0
+            assert replace(replica.dock.core.counts, num_unknown=0) == DockCounts(0, 0, 0, 0)
 
     def describe(self) -> str:
         return "; ".join(
