@@ -6,7 +6,8 @@
 Prints a row per command: seconds, seconds of CPU and exit code. For a server the seconds are those until it has
 answered a request. Commands run in a folder of their own, with their documented settings and three changes: the port,
 so that another server may run; the default model in place of one that a reader would have; a trace of twenty requests.
-A command that needs what this machine lacks is listed with the reason. Exits with 1 if a command failed.
+A command that needs what this machine lacks is listed with the reason, and whether its own program takes its flags.
+Exits with 1 if a command failed.
 """
 
 import argparse
@@ -30,7 +31,7 @@ from servers import add_server_options, log_of, serving
 from tables import hardware, markdown, today, write
 
 from crossdock.workers.model.weights.checkpoint import default_model_dir
-from tests.test_documented_commands import FENCE, GUIDE, ROOT, commands
+from tests.test_documented_commands import FENCE, GUIDE, PARSERS, ROOT, commands, problem_of_other_program
 
 BIN = Path(sys.executable).parent
 SERVER_PORT = "8000"  # as documented
@@ -42,7 +43,9 @@ NOT_RUN = {
     "pip install": "is for a machine with a GPU",
     "make ": "sets up .venv first; CI runs `make test`, and `make serve` is `crossdock serve`",
     "docker ": "needs Docker",
+    "kind ": "needs Docker",
     "kubectl ": "needs a Kubernetes cluster",
+    "export ": "sets a variable for the lines that follow",
     "ray ": "needs machines that it may start",
     "serve deploy": "needs the cluster of `ray up`",
     "python benchmarks/": "makes a table of benchmarks/records",
@@ -50,11 +53,11 @@ NOT_RUN = {
 }
 
 # Why a command is not run, by an expression that it contains.
+OF_TRAINERS = re.compile(r"/(pause|is_paused|resume|sleep|is_sleeping|wake_up)\b")  # need --enable-rollouts
 LACKING = {
     r"VL-": "needs a model of pictures from the hub",
     r"Qwen3-8B": "needs a model with a longer context than the default model's",
     r"lora": "needs an adapter",
-    r"/(pause|is_paused|resume|sleep|is_sleeping|wake_up)\b": "needs a server with --enable-rollouts",
     r"/qwen/": "needs two applications on one cluster",
     r"200GiB": "needs a folder of 200 GiB",
     r"timed\.yaml": "its file is made in the walkthrough",
@@ -172,12 +175,20 @@ def server(words: list[str], folder: Path, args: argparse.Namespace) -> Iterator
         yield running.start_s
 
 
+def not_run(command: Documented, reason: str) -> str:
+    """Return the outcome of a command that is not run: the reason, and what its own program says of its flags."""
+    words = shlex.split(command.line)
+    if problem := problem_of_other_program(words):
+        return f"failed: {problem}"
+    return f"not run: {reason}" + f"; {words[0]} knows its flags" * (words[0] in PARSERS)
+
+
 def rows(args: argparse.Namespace, folder: Path) -> Iterator[tuple[Documented, Outcome]]:
     """Yield each command that matches, with its outcome."""
     chosen = [command for command in documented() if re.search(args.only, command.line)]
     for command in chosen:
         if reason := command.reason():
-            yield command, ("-", "-", f"not run: {reason}")
+            yield command, ("-", "-", not_run(command, reason))
     runs = [command for command in chosen if command.reason() is None]
     for command in (command for command in runs if command.is_server):
         try:
@@ -188,10 +199,13 @@ def rows(args: argparse.Namespace, folder: Path) -> Iterator[tuple[Documented, O
             yield command, ("-", "-", f"failed: {error}")
     for command in (command for command in runs if not command.is_server and not command.needs_server):
         yield command, run(adapted(command.line, args.port), folder, args, log_of(args, "commands"))
-    if needing := [command for command in runs if command.needs_server]:
-        with server(adapted("crossdock serve", args.port), folder, args):
-            for command in needing:
-                yield command, run(adapted(command.line, args.port), folder, args, log_of(args, "commands"))
+    needing = [command for command in runs if command.needs_server and not command.is_server]
+    for line, is_of_trainers in (("crossdock serve", False), ("crossdock serve --enable-rollouts", True)):
+        group = [command for command in needing if bool(OF_TRAINERS.search(command.line)) is is_of_trainers]
+        if group:
+            with server(adapted(line, args.port), folder, args):
+                for command in group:
+                    yield command, run(adapted(command.line, args.port), folder, args, log_of(args, "commands"))
 
 
 def parse_args() -> argparse.Namespace:

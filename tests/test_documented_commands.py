@@ -7,8 +7,12 @@ and headings exist.
 import ast
 import contextlib
 import io
+import os
 import re
 import shlex
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -33,6 +37,7 @@ MAKE = re.compile(r"(?<!`)`(make [a-z][^`…]*)`(?!`)")
 SCRIPT = re.compile(r"(?<!`)`((?:\w+=\w+ )?python benchmarks/[^`…]+)`(?!`)")
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
+PARSERS = ("docker", "kubectl", "ray", "serve")  # programs that say which flags they know, without a cluster
 KEYWORDS = {"do", "done", "then", "fi", "for", "if"}  # of the shell
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()}
 
@@ -105,6 +110,20 @@ def resolve(args: list[str]) -> tuple[Any, list[str], Any]:
         context = command.make_context(command.name, list(args), parent=context)
         _, command, args = command.resolve_command(context, list(args))
     return command, list(args), context
+
+
+def problem_of_other_program(words: list[str]) -> str | None:
+    """Return why docker, kubectl, Ray or Serve refuses the flags of a command, which is not run: each program parses
+    all flags before it shows its help. None: it takes them, it is not here, or the command is of another program."""
+    program, *args = words
+    beside_python = str(Path(sys.executable).parent)
+    found = shutil.which(program, path=f"{beside_python}{os.pathsep}{os.environ['PATH']}")
+    if program not in PARSERS or found is None:
+        return None
+    first = next((place for place, word in enumerate(args) if word.startswith("-")), len(args))
+    asked = [found, *args[:first], "--help", *args[first:]]  # `docker run` leaves what follows the image to the image
+    answer = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return (answer.stderr.strip() or answer.stdout.strip()) if answer.returncode else None
 
 
 def _flags(words: list[str]) -> list[str]:
@@ -183,6 +202,30 @@ def _inline_problems(code: str) -> Iterator[str]:
 
 def page_name(page: Path) -> str:
     return str(page.relative_to(ROOT))
+
+
+OF_OTHER_PROGRAMS = sorted(
+    {
+        shlex.join(words)
+        for page in GUIDE
+        for block in FENCE.findall(page.read_text())
+        for words in commands(block)
+        if words[0] in PARSERS
+    }
+)
+
+
+@pytest.mark.parametrize("line", OF_OTHER_PROGRAMS)
+def test_other_program_knows_the_flags_of_a_documented_command(line: str) -> None:
+    words = shlex.split(line)
+    if shutil.which(words[0], path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") is None:
+        pytest.skip(f"needs the program {words[0]}")
+    assert problem_of_other_program(words) is None
+
+
+@pytest.mark.parametrize("line", ["ray start --heads", "serve deploy --adress=x a.yaml"])
+def test_flag_that_another_program_does_not_know_is_found(line: str) -> None:
+    assert "No such option" in (problem_of_other_program(shlex.split(line)) or "")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)

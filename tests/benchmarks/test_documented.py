@@ -52,6 +52,7 @@ def test_command_runs_with_the_port_and_the_model_that_exist(script: ModuleType)
 SCRIPT: Any = scripts.load("documented_commands")
 LIMIT_S = 1200.0  # for a start, and for a command: a machine whose cores others use takes several times as long
 RUN = [command for command in SCRIPT.documented() if command.reason() is None]
+OF_TRAINERS = [command for command in RUN if SCRIPT.OF_TRAINERS.search(command.line)]
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +78,7 @@ def served(folder: Path, options: argparse.Namespace) -> Iterator[None]:
 
 @pytest.mark.soak
 @pytest.mark.timeout(2 * LIMIT_S + 60)  # the start of the server that a command asks, and the command
-@pytest.mark.parametrize("command", RUN, ids=lambda command: command.line)
+@pytest.mark.parametrize("command", [each for each in RUN if each not in OF_TRAINERS], ids=lambda command: command.line)
 def test_documented_command_runs(
     command: Any, folder: Path, options: argparse.Namespace, request: pytest.FixtureRequest
 ) -> None:
@@ -91,3 +92,17 @@ def test_documented_command_runs(
     log = options.output.with_name("log")
     *_, code = SCRIPT.run(SCRIPT.adapted(command.line, options.port), folder, options, log)
     assert code == "0", log.read_text()[-2000:]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(2 * LIMIT_S + 60)
+def test_documented_commands_of_trainers_run_in_their_order(folder: Path, options: argparse.Namespace) -> None:
+    """The first one pauses generation, and others need a server that sleeps."""
+    own = argparse.Namespace(**vars(options) | {"port": free_port()})
+    log = options.output.with_name("log of trainers")
+    assert len(OF_TRAINERS) > 4
+    with SCRIPT.server(SCRIPT.adapted("crossdock serve --enable-rollouts", own.port), folder, own):
+        for command in OF_TRAINERS:
+            *_, code = SCRIPT.run(SCRIPT.adapted(command.line, own.port), folder, own, log)
+            assert code == "0", log.read_text()[-2000:]
+    assert "error" not in log.read_text(), log.read_text()

@@ -54,7 +54,7 @@ def commands(
         start("bad", "/no/such/model", "--app-name", "other", "--route-prefix", "/other")
         for name in SERVED:
             process, log = running[name]
-            eventually(shown(log, process), log.read_text, 240)
+            eventually(shown(log, process), log.read_text, 480)
         yield running
     finally:
         for process, _ in running.values():
@@ -175,7 +175,6 @@ def test_name_route_and_port_that_are_taken_are_refused(
 )
 def test_start_that_finds_no_room_ends_with_what_is_missing(
     cluster: JoinedCluster,
-    commands: dict[str, tuple[subprocess.Popen[bytes], Path]],
     flags: tuple[str, ...],
     asked: str,
 ) -> None:
