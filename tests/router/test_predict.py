@@ -142,6 +142,14 @@ def test_ttft_follows_the_settings_that_bound_steps(settings: dict[str, Any]) ->
     assert predicted == pytest.approx(replica.now, rel=0.02)
 
 
+@pytest.mark.parametrize("num_replicas", [1, 2])
+def test_prompt_whose_tokens_seem_to_cost_nothing_has_a_prediction(num_replicas: int) -> None:
+    """So a noisy machine may fit its steps: all of their seconds are the fixed part, which no promise has room for."""
+    slow = profile(cost=StepCost(base=5.0, per_prefill_token=0.0))
+    predicted = predicted_ttft(fleet_of({f"{number}": slow for number in range(num_replicas)}), query("new", 300))
+    assert 5.0 <= predicted < float("inf")
+
+
 @pytest.mark.parametrize("runs_ahead", [False, True])
 def test_short_prompt_has_its_token_when_the_step_ends_that_long_prompts_fill(runs_ahead: bool) -> None:
     """Its own chunk takes 5 ms, and the step 20."""

@@ -75,11 +75,12 @@ class PromptSteps(NamedTuple):
         return cls(most, max(seconds, cost.per_prefill_token))
 
     def tokens(self, cost: CostFormula[Any], per_token: Any) -> Any:
-        """Return the tokens of a prompt that a step computes, as a mean with a fraction.
+        """Return the tokens of a prompt that a step computes, as a mean with a fraction: one or more.
 
         `per_token`: seconds of one of its tokens in a step of many rows.
         """
-        return cost.smaller(self.max_chunk_s / (per_token + _LEAST_S), self.max_step_tokens)
+        fitting = cost.smaller(self.max_chunk_s / (per_token + _LEAST_S), self.max_step_tokens)
+        return cost.larger(fitting, 1.0)
 
 
 def queue_seconds(
