@@ -6,13 +6,12 @@ and headings exist.
 
 import ast
 import contextlib
+import importlib
 import io
-import os
 import re
 import shlex
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -37,7 +36,8 @@ MAKE = re.compile(r"(?<!`)`(make [a-z][^`…]*)`(?!`)")
 SCRIPT = re.compile(r"(?<!`)`((?:\w+=\w+ )?python benchmarks/[^`…]+)`(?!`)")
 LINK = re.compile(r"\]\(([^)#\s]*)(?:#([^)\s]+))?")
 HEADING = re.compile(r"^#+ (.+)$", re.MULTILINE)
-PARSERS = ("docker", "kubectl", "ray", "serve")  # programs that say which flags they know, without a cluster
+OF_RAY = {"ray": "ray.scripts.scripts", "serve": "ray.serve.scripts"}  # modules of Ray's programs
+PARSERS = ("docker", "kubectl", *OF_RAY)  # programs that say which flags they know, without a cluster
 KEYWORDS = {"do", "done", "then", "fi", "for", "if"}  # of the shell
 FOLDERS = {path.name for path in ROOT.iterdir() if path.is_dir()}
 
@@ -80,7 +80,7 @@ def problems(command: list[str]) -> Iterator[str]:
     name, *args = command
     match name.removeprefix(".venv/bin/"):
         case "crossdock":
-            yield from _crossdock_problems(args)
+            yield from _problems_of_click(args)
         case "make":
             known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
             yield from (f"no target {arg}" for arg in args if "=" not in arg and arg not in known)
@@ -91,10 +91,11 @@ def problems(command: list[str]) -> Iterator[str]:
         yield from _path_problems(word)
 
 
-def _crossdock_problems(args: list[str]) -> Iterator[str]:
+def _problems_of_click(args: list[str], group: Any = None) -> Iterator[str]:
+    """Yield why a group of click's commands refuses the arguments. None: `crossdock`."""
     said = io.StringIO()
     try:
-        command, rest, context = resolve(args)
+        command, rest, context = resolve(args, group)
         with contextlib.redirect_stderr(said):
             command.make_context(command.name, rest, parent=context)  # parses, and runs nothing
     except Exception as error:  # a usage error of click, or its Exit after --help or after all mistakes of a line
@@ -102,9 +103,12 @@ def _crossdock_problems(args: list[str]) -> Iterator[str]:
             yield getattr(error, "message", None) or said.getvalue() or repr(error)
 
 
-def resolve(args: list[str]) -> tuple[Any, list[str], Any]:
-    """Return the click command that `crossdock ARGS` names, the arguments left for it, and its parent's context."""
-    command: Any = get_command(cli.app)
+def resolve(args: list[str], group: Any = None) -> tuple[Any, list[str], Any]:
+    """Return the click command that `crossdock ARGS` names, the arguments left for it, and its parent's context.
+
+    `group`: another program's commands.
+    """
+    command: Any = group or get_command(cli.app)
     context = None
     while hasattr(command, "resolve_command"):
         context = command.make_context(command.name, list(args), parent=context)
@@ -116,9 +120,9 @@ def problem_of_other_program(words: list[str]) -> str | None:
     """Return why docker, kubectl, Ray or Serve refuses the flags of a command, which is not run: each program parses
     all flags before it shows its help. None: it takes them, it is not here, or the command is of another program."""
     program, *args = words
-    beside_python = str(Path(sys.executable).parent)
-    found = shutil.which(program, path=f"{beside_python}{os.pathsep}{os.environ['PATH']}")
-    if program not in PARSERS or found is None:
+    if program in OF_RAY:
+        return next(_problems_of_click(args, importlib.import_module(OF_RAY[program]).cli), None)
+    if program not in PARSERS or (found := shutil.which(program)) is None:
         return None
     first = next((place for place, word in enumerate(args) if word.startswith("-")), len(args))
     asked = [found, *args[:first], "--help", *args[first:]]  # `docker run` leaves what follows the image to the image
@@ -218,7 +222,7 @@ OF_OTHER_PROGRAMS = sorted(
 @pytest.mark.parametrize("line", OF_OTHER_PROGRAMS)
 def test_other_program_knows_the_flags_of_a_documented_command(line: str) -> None:
     words = shlex.split(line)
-    if shutil.which(words[0], path=f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}") is None:
+    if words[0] not in OF_RAY and shutil.which(words[0]) is None:
         pytest.skip(f"needs the program {words[0]}")
     assert problem_of_other_program(words) is None
 

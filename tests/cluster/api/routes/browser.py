@@ -37,7 +37,7 @@ class Browser:
         self._session = ""
         arguments = [*ARGUMENTS.split(), f"--user-data-dir={self._profile}"]
         wanted = {"goog:chromeOptions": {"args": arguments}, "goog:loggingPrefs": {"browser": "ALL"}}
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 60
         while not self._session:
             try:
                 made = self._http.post("/session", json={"capabilities": {"alwaysMatch": wanted}}).json()["value"]
@@ -75,7 +75,16 @@ class Browser:
         self._post(f"element/{found}/value", text=keys)
 
     def click(self, selector: str) -> None:
-        self._post(f"element/{self._post('element', using='css selector', value=selector)[ELEMENT]}/click")
+        """Click an element. Where the page has replaced the element since it was found, the new one is clicked."""
+
+        def is_clicked() -> bool:
+            found = self._post("element", using="css selector", value=selector)[ELEMENT]
+            answer = self._http.post(f"/session/{self._session}/element/{found}/click", json={}).json()["value"]
+            is_stale = isinstance(answer, dict) and answer.get("error") == "stale element reference"
+            assert is_stale or answer is None, answer
+            return not is_stale
+
+        self.eventually(is_clicked)
 
     def prefers(self, scheme: str) -> None:
         """Set the preferred colour scheme, `light` or `dark`."""
@@ -94,5 +103,5 @@ class Browser:
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self._http.get(f"/session/{self._session}/screenshot").json()["value"]))
 
-    def eventually(self, holds: Callable[[], bool], seconds: float = 20.0) -> None:
+    def eventually(self, holds: Callable[[], bool], seconds: float = 60.0) -> None:
         eventually(holds, lambda: f"did not come true: {self.text('body')[:1000]}", seconds)
