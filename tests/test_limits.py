@@ -111,7 +111,7 @@ def test_signal_ends_the_run_and_all_its_processes(folder: Path, text: str, numb
     assert child.returncode == 128 + number
     assert f"ended by {number.name}" in output
     assert "in test_waits" in output, "the stacks"
-    _, alive = psutil.wait_procs(below, timeout=10)
+    _, alive = psutil.wait_procs(below, timeout=60)
     assert alive == []
 
 

@@ -113,7 +113,7 @@ def test_signal_ends_the_run_and_all_its_processes(waits: None, run: "subprocess
     run.send_signal(signal.SIGINT)
     run.communicate(timeout=60)
     assert run.returncode == 128 + signal.SIGINT
-    _, alive = psutil.wait_procs([left], timeout=10)
+    _, alive = psutil.wait_procs([left], timeout=60)
     assert alive == []
 
 

@@ -59,19 +59,19 @@ class DockProcess:
     def blob(self) -> bytes:
         """The dock's blob. Waits until the process has started, so that several may start at once."""
         if self._blob is None:
-            self._blob = bytes.fromhex(self.answers.get(timeout=30)["answer"])
+            self._blob = bytes.fromhex(self.answers.get(timeout=120)["answer"])
         return self._blob
 
     def ask(self, command: str, **arguments: Any) -> Any:
         assert self.blob
         assert self.process.stdin
         self.process.stdin.write(json.dumps([command, arguments], default=list) + "\n")
-        return self.answers.get(timeout=20)["answer"]
+        return self.answers.get(timeout=60)["answer"]
 
     def call(self, call: DockCall) -> None:
         self.ask("call", **msgspec.to_builtins(call))
 
-    def event(self, kind: str, request: str, epoch: int = 1, timeout: float = 15.0) -> dict[str, Any]:
+    def event(self, kind: str, request: str, epoch: int = 1, timeout: float = 60.0) -> dict[str, Any]:
         """Remove and return the first event of this kind about this epoch of the request. Waits for it."""
         deadline = time.monotonic() + timeout
         with self.news:
@@ -102,7 +102,7 @@ class DockProcess:
         try:
             self.process.send_signal(signal.SIGCONT)
             self.process.stdin.close()
-            self.process.wait(timeout=10)
+            self.process.wait(timeout=60)
         except BrokenPipeError:
             pass
         finally:

@@ -57,7 +57,7 @@ class Side:
 
 def poll(*sides: Side, until: type | None = None) -> None:
     """Poll all sides until one has an event of this type; without a type, for 50 ms."""
-    end = time.monotonic() + (5.0 if until else 0.05)
+    end = time.monotonic() + (60.0 if until else 0.05)
     while time.monotonic() < end:
         for side in sides:
             news = side.transport.poll(0.001)
@@ -305,7 +305,7 @@ def test_many_wakes_end_a_poll_at_once(sides: tuple[Side, Side]) -> None:
         left.transport.wake()
     begin = time.monotonic()
     left.transport.poll(30.0)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 25, "the poll lasted as long as it may"
 
 
 def test_open_with_gpu_memory_raises() -> None:

@@ -12,7 +12,7 @@ from crossdock.kvtransfer.calls import CancelExpectCall, CancelShipCall, PeerDea
 from tests.kvtransfer.transfer import PAGE, Start, Transfer, mid_transfer, source_and_target
 from tests.sweeps import shared_out
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(300)
 
 # -- cancelled ---------------------------------------------------------------------------------------------------------
 

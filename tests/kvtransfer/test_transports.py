@@ -7,7 +7,7 @@ import pytest
 from crossdock.kvtransfer.calls import WaitCall
 from tests.kvtransfer.transfer import PAGE, Start, Transfer, source_and_target
 
-pytestmark = pytest.mark.timeout(90)
+pytestmark = pytest.mark.timeout(300)
 
 
 def test_scattered_pages_sent_by_chunks_arrive_byte_for_byte(start: Start) -> None:
@@ -115,7 +115,7 @@ def test_figures_separate_hidden_from_exposed_writes(start: Start) -> None:
     assert figures["num_bytes"] == event["figures"]["num_bytes"]
     assert figures["hidden_bytes"] == 31 * page_bytes
     assert 0 < figures["hidden_seconds"] <= figures["write_seconds"] < figures["total_seconds"]
-    assert 0 < figures["handshake_seconds"] <= figures["grant_wait_seconds"] < 5
+    assert 0 < figures["handshake_seconds"] <= figures["grant_wait_seconds"] < 60
 
 
 @pytest.mark.parametrize(("tp", "other_tp"), [(1, 2), (2, 1)])

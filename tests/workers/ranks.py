@@ -64,7 +64,7 @@ class Ranks:
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
-            process.join(20)
+            process.join(60)
             if process.is_alive():
                 process.kill()
                 process.join()

@@ -125,7 +125,7 @@ class LiveApi:
         self.call(self.api.__aexit__())
         self.call(self._server.close(1))
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(10)
+        self._thread.join(60)
         self.loop.close()
 
     def work(self, key: str = "mine") -> None:

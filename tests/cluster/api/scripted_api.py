@@ -127,7 +127,7 @@ class LiveServer(uvicorn.Server):
 
     def __exit__(self, *exc: object) -> None:
         self.loop.call_soon_threadsafe(self.ends.set)
-        self.thread.join(10)
+        self.thread.join(60)
 
     async def main_loop(self) -> None:
         self.loop, self.ends = asyncio.get_running_loop(), asyncio.Event()

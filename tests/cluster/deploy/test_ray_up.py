@@ -119,7 +119,7 @@ def test_cluster_comes_up_over_ssh_serves_upgrades_without_losing_a_stream_and_g
         laptop.run(f"ray up --yes --no-config-cache {CLUSTER}")
         note("ray up --yes ray-cluster.yaml: the head is up")
         assert not cluster["head"].processes("/tmp/raylet"), "this is how ray stop ends what is not its own"
-        theirs.wait(10)
+        theirs.wait(60)
         assert ours.poll() is None
 
         with subprocess.Popen(laptop.command(f"exec ray dashboard {CLUSTER}"), stdin=subprocess.PIPE) as forward:

@@ -61,5 +61,5 @@ def test_environment_of_variables_is_made_at_once_and_another_starts_the_agent(t
         assert not (tmp_path / "agent.started").exists()
         with pytest.raises(http.client.RemoteDisconnected):
             asked(port, {"env_vars": {}, "pip": ["numpy"]})
-        assert process.wait(30) == 0
+        assert process.wait(60) == 0
     assert f"--runtime-env-agent-port={port}" in (tmp_path / "agent.started").read_text()

@@ -85,7 +85,7 @@ def kill_ingress(port: int) -> None:
     """End the process that listens at a port as `kill -9` does, and wait until it is gone."""
     [process] = [each for each in psutil.process_iter() if listens(each, port)]
     process.kill()
-    process.wait(30)
+    process.wait(60)
 
 
 def listens(process: psutil.Process, port: int) -> bool:

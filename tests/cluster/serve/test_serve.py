@@ -300,7 +300,7 @@ def test_clients_that_disconnect_at_any_moment_leave_no_owned_page(url: str) -> 
 def test_scrape_covers_all_replicas_and_ingresses(url: str, client: openai.OpenAI) -> None:
     client.completions.create(model="smol", prompt="hello", max_tokens=3)
     # Both ingresses, whichever one answers.
-    eventually(lambda: len(set(re.findall(r'ingress="(\w+)"', scrape(url)))) == 2, "one ingress is missing", 20)
+    eventually(lambda: len(set(re.findall(r'ingress="(\w+)"', scrape(url)))) == 2, "one ingress is missing", 60)
     text = scrape(url)
     assert 'replica="' in text
     assert "\ncrossdock_time_to_first_token_seconds_bucket" in text

@@ -54,7 +54,7 @@ class Pty:
 
     def expect(self, text: str) -> None:
         """Wait until `text` appears after the text that was expected before."""
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while text not in self._seen:
             ready, _, _ = select.select([self._master], [], [], max(0, deadline - time.monotonic()))
             assert ready, f"no {text!r} in {self._seen!r}"

@@ -215,7 +215,7 @@ def test_chat_as_background_job_stops_on_sigint(script: Script) -> None:
             assert chat.stdout is not None
             assert chat.stdout.read(3) == "Hel"
             chat.send_signal(signal.SIGINT)
-            assert chat.wait(20) == 130
+            assert chat.wait(60) == 130
         finally:
             chat.kill()
     assert script.stalls.wait(60)

@@ -52,7 +52,7 @@ async def listening(app: Any = echo, write_timeout_s: float = 60, keep_alive_s: 
 
 async def answer(reader: asyncio.StreamReader) -> bytes:
     try:
-        return await asyncio.wait_for(reader.read(), 10)
+        return await asyncio.wait_for(reader.read(), 60)
     except ConnectionResetError:
         return b"reset"
 

@@ -74,5 +74,5 @@ def test_bodies_of_64_clients_stay_within_the_bound_and_leave_nothing(config: Ht
             sys.stdout.write(f"{len(answered)} refused; {sizes}\n")
     finally:
         ours.send("stop")
-        process.join(30)
+        process.join(60)
         process.kill()

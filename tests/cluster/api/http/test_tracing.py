@@ -71,7 +71,7 @@ def _no_exporter_left() -> Iterator[None]:
     yield
     for thread in threading.enumerate():
         if "Otel" in thread.name:
-            thread.join(10)
+            thread.join(60)
             assert not thread.is_alive()
 
 

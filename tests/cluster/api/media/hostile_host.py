@@ -102,7 +102,7 @@ class HostileHost:
 
     def _serve(self, wire: socket.socket) -> None:
         with wire, suppress(OSError):
-            wire.settimeout(10)
+            wire.settimeout(60)
             head = b""
             while b"\r\n\r\n" not in head:
                 received = wire.recv(65536)

@@ -52,7 +52,7 @@ class Browser:
         self._http.delete(f"/session/{self._session}")
         self._http.close()
         self._driver.terminate()
-        self._driver.wait(20)
+        self._driver.wait(60)
         shutil.rmtree(self._profile, ignore_errors=True)
 
     def _post(self, what: str, **body: Any) -> Any:

@@ -140,7 +140,7 @@ def keep_busy(api: LiveApi, key: str = "none") -> Callable[[], None]:
 
     def end() -> None:
         stop.set()
-        thread.join(30)
+        thread.join(60)
 
     return end
 

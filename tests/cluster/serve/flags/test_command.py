@@ -300,7 +300,7 @@ def test_signal_at_any_moment_of_the_start_ends_everything_without_a_traceback(
     finally:
         server.kill()
         server.wait()
-    _, alive = psutil.wait_procs(family, timeout=20)
+    _, alive = psutil.wait_procs(family, timeout=60)
     assert not alive, f"these outlived the server: {alive}"
     assert not {word for word in ("Traceback", "Error", "INFO", "Abort") if word in log.read_text()}, log.read_text()
 

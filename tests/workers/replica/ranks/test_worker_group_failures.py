@@ -108,7 +108,7 @@ def test_follower_whose_driver_is_gone_ends(path: Path) -> None:
     victim.engine()
     for follower in victim.worker_group._followers.values():
         follower.socket.close()
-    victim.process.join(10)
+    victim.process.join(60)
     assert victim.process.exitcode == 1
     victim.close()
 
@@ -123,7 +123,7 @@ def test_follower_that_waits_for_a_dead_driver_ends(path: Path) -> None:
         driver = RankSocket(listener.accept()[0], address.cookie, is_driver=True)
         assert driver.receive() == encode(JoinWorkerGroup(1))
         driver.close()
-    process.join(10)
+    process.join(60)
     assert process.exitcode == 1
 
 
@@ -136,7 +136,7 @@ def test_rank_that_cannot_start_reports_why(path: Path) -> None:
         RankSocket.connect(guess)
     with pytest.raises(ValueError, match="max_model_len"):
         victim.worker_group.load()
-    assert "max_model_len (100000) is more than the model's own 256" in victim.lost.get(timeout=20)
+    assert "max_model_len (100000) is more than the model's own 256" in victim.lost.get(timeout=60)
     victim.close()
 
 
