@@ -9,7 +9,9 @@ from msgspec import msgpack
 
 _HEADER = struct.Struct("<Q")  # bytes of the message behind it
 INTERRUPT = "interrupt"  # sent instead of a question: the caller needs no answer to the last one
-_TEXT = 1  # the type of an extension of msgpack: a text with lone surrogates, which a client's JSON may hold
+# Types of extensions of msgpack: what holds lone surrogates, as a client's JSON may.
+_TEXT = 1
+_MAPPING = 2  # pairs of keys and values, since no key may be an extension
 _SURROGATES = "surrogatepass"
 
 Packed: TypeAlias = bytes | mmap.mmap
@@ -61,11 +63,14 @@ def questions(stream: BinaryIO) -> Iterator[Packed]:
 
 
 def pack(message: Any) -> bytes:
-    """Return the message as msgpack."""
+    """Return the message as msgpack. ValueError: it is nested too deeply."""
     try:
-        return msgpack.encode(message)
-    except UnicodeEncodeError:
-        return msgpack.encode(_encodable(message))
+        try:
+            return msgpack.encode(message)
+        except UnicodeEncodeError:
+            return msgpack.encode(_encodable(message))
+    except RecursionError:
+        raise ValueError("the message is nested too deeply") from None
 
 
 def unpack(body: Packed) -> Any:
@@ -77,23 +82,28 @@ def unpack(body: Packed) -> Any:
 
 
 def _encodable(value: Any) -> Any:
-    """Return the value with each text that is no UTF-8 as an extension. Keys of mappings stay as they are."""
+    """Return the value with each text that is no UTF-8 as an extension, and each mapping with such a key."""
     if isinstance(value, str):
         try:
             value.encode()
         except UnicodeEncodeError:
             return msgpack.Ext(_TEXT, value.encode("utf-8", _SURROGATES))
     if isinstance(value, Mapping):
-        return {key: _encodable(each) for key, each in value.items()}
+        pairs = [(_encodable(key), _encodable(each)) for key, each in value.items()]
+        if any(isinstance(key, msgpack.Ext) for key, _ in pairs):
+            return msgpack.Ext(_MAPPING, msgpack.encode(pairs))
+        return dict(pairs)
     if isinstance(value, list | tuple):
         return [_encodable(each) for each in value]
     return value
 
 
-def _decoded(kind: int, data: memoryview) -> str:
-    if kind != _TEXT:
-        raise ValueError(f"extension {kind} of msgpack is not known")
-    return str(data, "utf-8", _SURROGATES)
+def _decoded(kind: int, data: memoryview) -> Any:
+    if kind == _TEXT:
+        return str(data, "utf-8", _SURROGATES)
+    if kind == _MAPPING:
+        return dict(_decoder.decode(data))
+    raise ValueError(f"extension {kind} of msgpack is not known")
 
 
 _decoder = msgpack.Decoder(ext_hook=_decoded)
