@@ -78,11 +78,13 @@ bench: $(SERVES)  ## measure a running server (ARGS: its URL, and flags of `cros
 # pip matches the N of manylinux_2_N exactly, so that each one in use is listed.
 GPU_PLATFORMS := $(foreach tag,manylinux2014 manylinux_2_17 manylinux_2_28 manylinux_2_31,--platform $(tag)_x86_64)
 
-gpu-kit: setup  ## .gpu-kit: packages that a GPU machine without a network lacks (benchmarks/gpu/README.md)
-	rm -rf .cache/gpu-kit-wheels && mkdir -p .cache/gpu-kit-wheels
-	$(BIN)/pip download --quiet --require-hashes --no-deps --only-binary=:all: --python-version 3.12 \
-	  --implementation cp $(GPU_PLATFORMS) --dest .cache/gpu-kit-wheels -r benchmarks/gpu-kit.lock
-	$(BIN)/python benchmarks/gpu/kit.py .cache/gpu-kit-wheels .gpu-kit
+gpu-kit: setup  ## .gpu-kit: packages that a GPU machine without a network lacks (docs/first-gpu-run.md)
+	rm -rf .cache/gpu-kit-wheels
+	for name in truth features servers; do \
+	  $(BIN)/pip download --quiet --require-hashes --no-deps --only-binary=:all: --python-version 3.12 \
+	    --implementation cp $(GPU_PLATFORMS) --dest .cache/gpu-kit-wheels/$$name -r benchmarks/gpu-kits/$$name.lock && \
+	  $(BIN)/python benchmarks/gpu/kit.py .cache/gpu-kit-wheels/$$name .gpu-kit/$$name $$name || exit 1; \
+	done
 
 clean:  ## remove what tools left behind; .venv stays
 	rm -rf build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis bench-*.json bench-*.png

@@ -241,4 +241,5 @@ def _tiled(bench: Bench, lengths: Lengths, sizes: tuple[int, int, int, int]) -> 
 
 
 CEILINGS = Section("ceilings", 30.0, ceilings)
-SECTIONS = [Section("decode", 90.0, decodes), Section("prefill", 120.0, prefills), Section("tiles", 120.0, tiles)]
+SECTIONS = [Section("decode", 60.0, decodes), Section("prefill", 80.0, prefills)]
+TILES = [Section("tiles", 120.0, tiles)]

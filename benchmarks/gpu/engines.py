@@ -7,7 +7,7 @@ begins before the host has the tokens of the step before, as in service; and "re
 
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -30,8 +30,17 @@ VOCABULARY = 30_000  # the prompts' token ids are below this, and below the mode
 class Engines:
     """Engines on one model with random weights, one at a time: each has the memory that the one before had."""
 
-    def __init__(self, bench: Bench, name: str, max_model_len: int | None = None) -> None:
+    def __init__(
+        self,
+        bench: Bench,
+        name: str,
+        max_model_len: int | None = None,
+        prepare: Callable[[Any], None] = lambda _: None,
+        **options: Any,
+    ) -> None:
+        """`prepare` changes transformers' module, for example packs weights. `options`: of loading."""
         self._bench, self._name, self._max_model_len = bench, name, max_model_len
+        self._prepare, self._options = prepare, options
         self._model = Once(self._load)
         self._engine: Engine | None = None
         self._settings: dict[str, Any] = {}
@@ -40,7 +49,8 @@ class Engines:
     def _load(self) -> Any:
         module = random_module(self._bench, self._name)
         weights = Weights.of(module)  # before our layers take them from the module
-        return paged(self._bench, module, self._max_model_len), weights
+        self._prepare(module)
+        return paged(self._bench, module, self._max_model_len, **self._options), weights
 
     @property
     def weights(self) -> Weights:
@@ -77,8 +87,8 @@ def steps_of(bench: Bench, engines: Engines, name: str) -> Iterator[Case]:
     """Yield decodes and prompts of one model."""
     sizes = bench.sizes
     for streams, context in sizes.decodes:
-        yield Case(f"{name}: decode {streams} x {context}", partial(_decode, bench, engines, streams, context, False))
-    yield Case(f"{name}: prefill {sizes.prompt}", partial(_prefill, bench, engines))
+        yield Case(f"{name}: decode {streams} x {context}", partial(decode, bench, engines, streams, context))
+    yield Case(f"{name}: prefill {sizes.prompt}", partial(prefill, bench, engines))
     yield Case(f"{name}: chunks of {sizes.chunk} beside {sizes.streams} decodes", partial(_chunks, bench, engines))
 
 
@@ -97,7 +107,7 @@ def engine(bench: Bench) -> Iterator[Case]:
     yield Case("throughput, in turn", partial(_throughput, bench, engines, {"async_scheduling": False}))
     for streams, context in sizes.decodes:
         case = f"{name}: decode {streams} x {context}, eager"
-        yield Case(case, partial(_decode, bench, engines, streams, context, True))
+        yield Case(case, partial(decode, bench, engines, streams, context, is_eager=True))
     engines.free()
 
 
@@ -124,7 +134,8 @@ def _measured(
     return step[0], statistics.median(step[1][1:])
 
 
-def _decode(bench: Bench, engines: Engines, streams: int, context: int, is_eager: bool) -> Figures:
+def decode(bench: Bench, engines: Engines, streams: int, context: int, *, is_eager: bool = False) -> Figures:
+    """Measure a decode step in turn, ahead, and as its graph alone; eager ones in turn."""
     engine = engines.engine(**({"enforce_eager": True} if is_eager else {"async_scheduling": True}))
     kv_bytes = streams * context * engine.model.layout(engine.config.page_size).token_bytes
     least = (engines.weights.read(streams) + kv_bytes) / bench.bandwidth
@@ -148,7 +159,8 @@ def _ahead(bench: Bench, engine: Engine, streams: int, context: int) -> float:
     return statistics.median(intervals)
 
 
-def _prefill(bench: Bench, engines: Engines) -> Figures:
+def prefill(bench: Bench, engines: Engines) -> Figures:
+    """Measure a prompt in one step."""
     engine, tokens = engines.engine(async_scheduling=True), bench.sizes.prompt
     seconds = _seconds(bench, engine, (0, tokens), 0, 0, 3)
     config = engine.model.config
@@ -258,14 +270,15 @@ def batch_prompts(bench: Bench) -> list[list[int]]:
 def _throughput(bench: Bench, engines: Engines, settings: dict[str, Any]) -> Figures:
     """Return output tokens per second with all prompts in flight at once."""
     engine = engines.engine(is_warm=not bench.sizes.is_dry, **settings)  # the interpreter would take 5 s to calibrate
-    return {"tokens_per_s": _generate(engine, batch_prompts(bench), bench.sizes.batch[2])}
+    return {"tokens_per_s": generate(engine, batch_prompts(bench), bench.sizes.batch[2])}
 
 
-def _generate(engine: Engine, prompts: Sequence[list[int]], new_tokens: int) -> float:
+def generate(engine: Engine, prompts: Sequence[list[int]], new_tokens: int, **sampling: Any) -> float:
+    """Return output tokens per second with all prompts in flight at once, greedy unless `sampling` says otherwise."""
     engine.pages.block_pool.clear_cache()
     started = time.perf_counter()
     for number, prompt in enumerate(prompts):
-        params = SamplingParams(max_tokens=new_tokens, temperature=0.0, ignore_eos=True)
+        params = SamplingParams(**{"temperature": 0.0, **sampling}, max_tokens=new_tokens, ignore_eos=True)
         engine.add(Submission(f"batch-{number}", prompt, params))
     while engine.has_work:
         engine.step()
@@ -280,5 +293,5 @@ def shapes(bench: Bench) -> Iterator[Case]:
         engines.free()
 
 
-SECTIONS = [Section("engine", 440.0, engine)]
-SHAPES = Section("shapes", 200.0, shapes)
+SECTIONS = [Section("engine", 200.0, engine)]
+SHAPES = Section("shapes", 120.0, shapes)

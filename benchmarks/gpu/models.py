@@ -30,7 +30,8 @@ class Weights:
         experts = sum(size for name, size in sizes.items() if ".experts." in name)
         head = module.get_output_embeddings().weight
         config = module.config
-        share = config.num_experts_per_tok / config.num_experts if experts else 0.0
+        num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", 0)
+        share = config.num_experts_per_tok / num_experts if experts else 0.0
         return cls(sum(sizes.values()) - experts - head.nbytes, head.nbytes, experts, share, head.itemsize)
 
     def read(self, num_tokens: int) -> float:
@@ -45,13 +46,13 @@ class Weights:
 
 def random_module(bench: Bench, name: str, **changes: Any) -> Any:
     """Return transformers' model of this shape with random weights on the device. `changes`: of its configuration."""
-    values = {**bench.sizes.models[name], **changes}
+    values = {**(bench.sizes.models | bench.sizes.coded | bench.sizes.served)[name], **changes}
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     with torch.device(bench.device.name):
         return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, bench.sizes.dtype))
 
 
-def paged(bench: Bench, module: Any, max_model_len: int | None = None) -> LoadedModel:
+def paged(bench: Bench, module: Any, max_model_len: int | None = None, **options: Any) -> LoadedModel:
     """Put the module behind the attention that a replica would choose; in a dry run Triton's, interpreted."""
     attention = choose_attention("triton", torch.device("cpu")) if bench.sizes.is_dry else None
-    return wrap_module(module, LoadOptions(max_model_len, attention=attention))
+    return wrap_module(module, LoadOptions(max_model_len, attention=attention, **options))

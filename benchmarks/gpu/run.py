@@ -1,11 +1,14 @@
-"""Is the GPU path correct, and how close is it to what the GPU can do? Four calls of at most eight minutes each.
+"""Is the GPU path correct, and how close is it to what the GPU can do? Five calls of at most eight minutes each.
 
-    make gpu-kit                                                          # here: packages that the machine lacks
-    python benchmarks/gpu/run.py engine --kit .gpu-kit --out gpu.jsonl    # there: the whole engine, one shape
-    python benchmarks/gpu/run.py kernels --kit .gpu-kit --out gpu.jsonl   # references, tests, launches, kernels by time
-    python benchmarks/gpu/run.py attention --kit .gpu-kit --out gpu.jsonl
-    python benchmarks/gpu/run.py others --kit .gpu-kit --out gpu.jsonl    # other shapes, NIXL, other engines
-    python benchmarks/gpu/run.py report --out gpu.jsonl                   # Markdown for a record
+    make gpu-kit                                                        # here: packages that the machine lacks
+    run.py truth --kit .gpu-kit/truth --out gpu.jsonl                   # there: engine and limit engine, attention
+    run.py features --kit .gpu-kit/features --out gpu.jsonl             # packed weights, adapters, drafts, tiers, NIXL
+    run.py servers --kit .gpu-kit/servers --out gpu.jsonl               # one replica, a pair, a kill
+    run.py kernels --out gpu.jsonl                                      # references, tests, launches, kernels by time
+    run.py others --out gpu.jsonl                                       # other tiles, other engines
+    run.py report --out gpu.jsonl                                       # Markdown for a record
+
+`run.py` stands for `python benchmarks/gpu/run.py`.
 
 Every figure is appended to the rows file as soon as it is measured. The same call again measures what is missing. A
 case that fails, crashes or hangs is a row with the reason, and the others run. `--dry` runs everything at toy sizes on
@@ -31,7 +34,7 @@ from gpu.rows import Rows
 from gpu.supervise import supervise
 
 ROOT = Path(__file__).resolve().parents[2]
-CALLS = ("engine", "kernels", "attention", "others")
+CALLS = ("truth", "features", "servers", "kernels", "others")
 _RUN, _DEADLINE = "CROSSDOCK_GPU_RUN", "CROSSDOCK_GPU_DEADLINE"  # the process that measures has them, no other
 
 
@@ -40,7 +43,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("calls", nargs="+", choices=[*CALLS, "report"], metavar="CALL", help=", ".join(CALLS))
     parser.add_argument("--out", type=Path, required=True, help="the rows file: JSON lines, appended to")
-    parser.add_argument("--kit", type=Path, help="the folder that `make gpu-kit` wrote")
+    parser.add_argument("--kit", type=Path, help="a folder that `make gpu-kit` wrote; later calls find its packages")
     parser.add_argument("--seconds", type=float, default=480.0, help="when to end whatever is measured (default: 480)")
     parser.add_argument("--cache", type=Path, default=ROOT / ".cache" / "gpu", help="for compiled kernels and the kit")
     parser.add_argument("--dry", action="store_true", help="toy sizes on the CPU, in Triton's interpreter")

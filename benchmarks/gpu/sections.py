@@ -9,15 +9,16 @@ from datetime import UTC, datetime
 from functools import partial
 from pathlib import Path
 
-from gpu import attention, checks, engines, limit, others, steps, transfer
+from gpu import attention, checks, engines, features, limit, others, served, steps, transfer
 from gpu.cases import Bench, Case, Section
 from gpu.rows import Figures
 
 _CALLS = {
+    "truth": [*engines.SECTIONS, *limit.SECTIONS, features.SAMPLING, *attention.SECTIONS],
+    "features": [*features.SECTIONS, *transfer.SECTIONS, engines.SHAPES],
+    "servers": served.SECTIONS,
     "kernels": [*checks.SECTIONS, *steps.SECTIONS],
-    "attention": attention.SECTIONS,
-    "engine": [*engines.SECTIONS, *limit.SECTIONS],
-    "others": [engines.SHAPES, *transfer.SECTIONS, *others.SECTIONS],
+    "others": [*attention.TILES, *others.SECTIONS],
 }
 
 

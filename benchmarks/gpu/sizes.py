@@ -50,6 +50,29 @@ _TINY = {
     "head_dim": 16,
     "max_position_embeddings": 256,
 }
+_GPT_OSS: dict[str, Any] = {
+    "model_type": "gpt_oss",
+    "vocab_size": 201088,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "num_local_experts": 32,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "max_position_embeddings": 131072,
+}
+_SERVED: dict[str, Any] = {
+    "model_type": "llama",
+    **_DENSE,
+    "vocab_size": 32000,
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "head_dim": 64,
+}
 _TINY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -59,6 +82,8 @@ class Sizes:
 
     is_dry: bool
     models: dict[str, dict[str, Any]]  # the first is measured most
+    coded: dict[str, dict[str, Any]]  # models whose experts are four-bit codes
+    served: dict[str, dict[str, Any]]  # one model, which servers load
     dtype: str
     heads: int  # of attention measured alone, as in the first model
     kv_heads: int
@@ -89,11 +114,16 @@ class Sizes:
     shape_len: int  # max_model_len of the other models: the pool must hold one such request beside 57 GiB of weights
     batch: tuple[int, int, int]  # prompts in flight at once, their tokens, and the tokens that each gets
     page_transfer: tuple[int, int]  # bytes of a page, and pages
+    drafted: tuple[int, ...]  # streams with drafts
+    adapters: tuple[int, int]  # adapters, and streams of each
+    evicted: int  # pages that go to the host's memory at once
 
 
 REAL = Sizes(
     is_dry=False,
     models=_MODELS,
+    coded={"gpt-oss-20b": _GPT_OSS},
+    served={"Llama-1B": _SERVED},
     dtype="bfloat16",
     heads=32,
     kv_heads=8,
@@ -153,6 +183,9 @@ REAL = Sizes(
     shape_len=16_384,
     batch=(64, 1024, 256),
     page_transfer=(2 << 20, 512),
+    drafted=(1, 7, 8, 32),
+    adapters=(8, 8),
+    evicted=512,
 )
 
 DRY = Sizes(
@@ -161,6 +194,8 @@ DRY = Sizes(
         "Llama-3.1-8B": {"model_type": "llama", **_TINY},
         "Qwen3-30B-A3B": {"model_type": "qwen3_moe", **_TINY, **_TINY_EXPERTS},
     },
+    coded={"gpt-oss-20b": {"model_type": "gpt_oss", **_TINY, "num_local_experts": 4, "num_experts_per_tok": 2}},
+    served={"Llama-1B": {"model_type": "llama", **_TINY, "vocab_size": 257}},
     dtype="float32",  # Triton's interpreter multiplies bfloat16 by its bits
     heads=4,
     kv_heads=2,
@@ -197,4 +232,7 @@ DRY = Sizes(
     shape_len=128,
     batch=(2, 8, 2),
     page_transfer=(4 << 10, 8),
+    drafted=(2,),
+    adapters=(1, 2),
+    evicted=2,
 )

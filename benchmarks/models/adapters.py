@@ -57,11 +57,20 @@ class Round(NamedTuple):
     gaps: list[float]  # seconds
 
 
-def run_round(engine: Engine, adapters: Sequence[Adapter | None], *, streams: int, tokens: int, name: str) -> Round:
-    """Serve one request for each of `adapters`, so many at a time."""
+def run_round(
+    engine: Engine,
+    adapters: Sequence[Adapter | None],
+    *,
+    streams: int,
+    tokens: int,
+    name: str,
+    vocabulary: int = 4050,
+    prompt_len: int = 64,
+) -> Round:
+    """Serve one request for each of `adapters`, so many at a time. Token ids are below `vocabulary`."""
     waiting = []
     for at, adapter in enumerate(adapters):
-        prompt = [(at * 31 + i * 7) % 4000 + 50 for i in range(64)]
+        prompt = [(at * 31 + i * 7) % (vocabulary - 50) + 50 for i in range(prompt_len)]
         length = tokens // 2 + at * 13 % tokens + 1  # no two streams of a time end in the same step
         sampling = SamplingParams(max_tokens=length, temperature=0.0, ignore_eos=True)
         waiting.append(Submission(f"{name}-{at}", prompt, sampling, is_promised=False, adapter=adapter))

@@ -45,7 +45,7 @@ LATENT_CHUNK_TILES = Tiles(32, 32, 8, 2)
 
 
 def tiles_for(key_dim: int, value_dim: int, itemsize: int, has_chunks: bool, is_hopper: bool = False) -> Tiles:
-    """Return the tiles of a kernel: the fastest of `benchmarks/gpu/run.py attention` on an H200, else as large as fit.
+    """Return the tiles of a kernel: the fastest of `benchmarks/gpu/run.py others` on an H200, else as large as fit.
 
     The pipeline has an additional step for the page numbers, for which the loads of keys and values wait. So three and
     four stages have one tile in flight. Decodes with two in flight take twice the shared memory, and 1.2 times as long.

@@ -9,6 +9,7 @@ import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,14 @@ if importlib.util.find_spec("triton"):
     import triton.runtime.interpreter  # noqa: F401, so that tests/less_work.py finds it; the benchmark imports it later
 
 ROOT = Path(__file__).parents[2]
-CALLS = ["kernels", "attention", "engine", "others"]
+CALLS = ["truth", "features", "kernels", "servers", "others"]
+DRY_RUNS = [  # parts of calls, each far below the limit of a test
+    ("truth", ("engine",)),
+    ("truth", ("limit", "sampling", "decode", "prefill")),
+    ("features", ("packed weights",)),
+    ("features", ("adapters", "drafts", "evicted pages", "transfer", "shapes")),
+    ("kernels", ("checks", "steps")),
+]
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton: pip install triton")
 
 
@@ -49,26 +57,33 @@ def assert_complete(gpu: Callable[[str], Any], bench: Any, calls: list[str]) -> 
     assert set(results) == {
         (section.name, case.name) for section in gpu("sections").of(calls) for case in section.cases(bench)
     }
-    wanted = ("vllm", "nixl") if "others" in calls else ()
-    uninstalled = [name for name in wanted if importlib.util.find_spec(name) is None]
+    sections = {section.name for section in gpu("sections").of(calls)}
+    wanted = {"vllm": "others", "nixl": "transfer"}
+    uninstalled = [name for name, where in wanted.items() if where in sections and not importlib.util.find_spec(name)]
     assert len([line for line in results.values() if "skipped" in line]) == len(uninstalled)
     checks = {case: line for (section, case), line in results.items() if section == "checks"}
     failed = [case for case, line in checks.items() if not gpu("report").passes(line)]
-    assert failed == ["tests of kernels"], "all of these are skipped where there is no GPU"
-    assert checks["tests of kernels"]["figures"]["exit_code"] == 0
+    if "kernels" in calls:
+        assert failed == ["tests of kernels"], "all of these are skipped where there is no GPU"
+        assert checks["tests of kernels"]["figures"]["exit_code"] == 0
     assert all(checks[case]["figures"]["relative_error"] < 1e-5 for case in checks if case not in failed)  # in float32
 
 
 @needs_triton
 @pytest.mark.filterwarnings("ignore")  # of torch, about what is slow on a CPU
+@pytest.mark.parametrize(("call", "names"), DRY_RUNS, ids=str)
 def test_dry_run_has_figures_for_every_case(
-    gpu: Callable[[str], Any], bench: Any, monkeypatch: pytest.MonkeyPatch
+    call: str, names: tuple[str, ...], gpu: Callable[[str], Any], bench: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """All calls but the last, in this process, which has imported what they need."""
+    """In this process, which has imported what these calls need. Those left start processes of their own."""
     monkeypatch.setenv("CROSSDOCK_GPU_RUN", "first")
     monkeypatch.setenv("CROSSDOCK_GPU_DEADLINE", str(time.time() + 480))
-    gpu("run").measure(argparse.Namespace(out=bench.rows.path, dry=True, calls=CALLS[:-1]))
-    assert_complete(gpu, bench, CALLS[:-1])
+    found = gpu("sections").of([call])
+    assert {section.name for section in found} >= set(names)
+    sections = [replace(each, seconds=480.0) for each in found if each.name in ("machine", "ceilings", *names)]
+    monkeypatch.setattr(gpu("sections"), "of", lambda _: sections)  # a slow machine leaves out no case
+    gpu("run").measure(argparse.Namespace(out=bench.rows.path, dry=True, calls=[call]))
+    assert_complete(gpu, bench, [call])
 
 
 @needs_triton
@@ -114,6 +129,13 @@ def sections(gpu: Callable[[str], Any], seconds: float = 60.0) -> tuple[list[Any
             yield cases.Case(name, lambda name=name: measure(name))
 
     return [cases.Section("s", seconds, listed)], measured, outcome
+
+
+def test_every_section_has_a_dry_run(gpu: Callable[[str], Any]) -> None:
+    """Those of the calls that are left have theirs in the soak test of the command."""
+    for call in CALLS[:3]:
+        named = {name for each, names in DRY_RUNS if each == call for name in ("machine", "ceilings", *names)}
+        assert {section.name for section in gpu("sections").of([call])} == named
 
 
 def test_next_run_measures_only_what_has_no_figures(gpu: Callable[[str], Any], bench: Any) -> None:
@@ -203,7 +225,7 @@ def test_crashes_and_hangs_are_rows_and_the_other_cases_run(gpu: Callable[[str],
 
 def test_time_limit_from_outside_ends_the_process_that_measures(tmp_path: Path) -> None:
     options = ["--dry", "--out", str(tmp_path / "rows.jsonl"), "--cache", str(tmp_path / "cache")]
-    with subprocess.Popen([sys.executable, "benchmarks/gpu/run.py", "attention", *options], cwd=ROOT) as process:
+    with subprocess.Popen([sys.executable, "benchmarks/gpu/run.py", "truth", *options], cwd=ROOT) as process:
         watched = psutil.Process(process.pid)
         while not (measuring := watched.children()):
             time.sleep(0.01)
@@ -329,7 +351,7 @@ def test_kit_is_unpacked_once_and_is_importable(gpu: Callable[[str], Any], tmp_p
     wheels.mkdir()
     wheel(wheels / "one-1.whl", one__init="", one__data="1", nixl_ep_cu13__large="x")
     kit.pack(wheels, tmp_path / "kit")
-    site = tmp_path / "cache" / "site"
+    site = tmp_path / "cache" / "site" / "truth"
     values = kit.environment(ROOT, tmp_path / "cache", tmp_path / "kit", True)
     assert sorted(path.name for path in site.iterdir()) == [".kit", "one"]
     assert values["PYTHONPATH"].split(os.pathsep)[1] == str(site)
@@ -339,11 +361,11 @@ def test_kit_is_unpacked_once_and_is_importable(gpu: Callable[[str], Any], tmp_p
     )
     assert done.stdout.strip() == str((ROOT / "kernels" / "options.py").resolve()), "this checkout, not another"
     (site / "one" / "data").write_text("kept")
-    kit.unpack(tmp_path / "kit", site)
+    kit.unpack(tmp_path / "kit", site.parent)
     assert (site / "one" / "data").read_text() == "kept", "the same kit is not unpacked again"
     wheel(wheels / "one-1.whl", one__init="", one__data="2")
     kit.pack(wheels, tmp_path / "kit")
-    kit.unpack(tmp_path / "kit", site)
+    kit.unpack(tmp_path / "kit", site.parent)
     assert (site / "one" / "data").read_text() == "2"
 
 
@@ -363,13 +385,35 @@ def test_kit_is_refused_if_it_is_too_large(
         gpu("kit").pack(tmp_path, tmp_path / "kit")
 
 
-def test_lock_has_the_tested_versions_and_a_hash_each() -> None:
+def test_kit_of_an_earlier_call_is_found_beside_a_new_one(gpu: Callable[[str], Any], tmp_path: Path) -> None:
+    """A program of a wheel stays one."""
+    for name in ("truth", "servers"):
+        (tmp_path / name).mkdir()
+        file = zipfile.ZipInfo(f"{name}_package/tool")
+        file.external_attr = 0o755 << 16
+        with zipfile.ZipFile(tmp_path / name / "one-1.whl", "w") as output:
+            output.writestr(file, "text")
+        gpu("kit").pack(tmp_path / name, tmp_path / "kits" / name, name)
+        values = gpu("kit").environment(ROOT, tmp_path / "cache", tmp_path / "kits" / name, True)
+    paths = values["PYTHONPATH"].split(os.pathsep)[1:3]
+    assert paths == [str(tmp_path / "cache" / "site" / name) for name in ("servers", "truth")]
+    assert os.access(Path(paths[0]) / "servers_package" / "tool", os.X_OK)
+    with pytest.raises(SystemExit, match="there is no file"):
+        gpu("kit").unpack(tmp_path, tmp_path / "cache" / "site")
+
+
+@pytest.mark.parametrize("name", ["truth", "features", "servers"])
+def test_lock_has_the_tested_versions_and_a_hash_each(name: str) -> None:
+    """Two packages are of GPUs alone, and stand in no other list."""
+
     def versions(text: str) -> dict[str, str]:
-        found = re.findall(r"^([\w-]+)==([^\s;]+)", text, re.MULTILINE)
+        found = re.findall(r"^([\w.-]+)==([^\s;]+)", text, re.MULTILINE)
         return {name.lower().replace("_", "-"): version for name, version in found}
 
-    lock = (ROOT / "benchmarks" / "gpu-kit.lock").read_text()
+    lock = (ROOT / "benchmarks" / "gpu-kits" / f"{name}.lock").read_text()
     tested = versions((ROOT / "constraints.txt").read_text())
     locked = versions(lock)
-    assert {name: tested[name] for name in locked} == locked
+    assert {name: tested.get(name) for name in locked if name not in ("humming-kernels", "tabulate")} == {
+        name: version for name, version in locked.items() if name not in ("humming-kernels", "tabulate")
+    }
     assert len(re.findall(r"--hash=sha256:[0-9a-f]{64}$", lock, re.MULTILINE)) == len(locked) > 0

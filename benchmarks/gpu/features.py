@@ -1,0 +1,197 @@
+"""What has no figure on a GPU yet: packed weights, adapters, drafts, ways to sample, pages that leave for the host.
+
+Each figure stands beside that of plain weights, or of the same streams without the feature, on the same card.
+"""
+
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu.cases import Bench, Case, Section
+from gpu.engines import Engines, batch_prompts, decode, generate, prefill
+from gpu.rows import Figures
+from torch import nn
+
+from crossdock.kernels.packed import PackedMatrix
+from crossdock.workers.model.weights.packed_layers import put_experts, put_linear
+from crossdock.workers.replica.tiers.page_copies import PoolCopies
+from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
+
+from adapters import random_adapter, run_round
+
+_RANK = 16  # of adapters
+_DRAFTS = 3  # tokens a stream
+_WAYS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "temperature": {"temperature": 1.0},
+    "top-p 0.9": {"temperature": 1.0, "top_p": 0.9},
+    "penalties": {"presence_penalty": 0.5, "frequency_penalty": 0.5},
+}
+
+
+def sampling(bench: Bench) -> Iterator[Case]:
+    """Yield the throughput of the first model with each way to sample."""
+    engines = Engines(bench, next(iter(bench.sizes.models)))
+    for name, way in _WAYS.items():
+        yield Case(name, partial(_sampled, bench, engines, way))
+    engines.free()
+
+
+def _sampled(bench: Bench, engines: Engines, way: dict[str, Any]) -> Figures:
+    engine = engines.engine(is_warm=not bench.sizes.is_dry, async_scheduling=True)
+    count, _, new_tokens = bench.sizes.batch
+    prompts = [prompt[: bench.sizes.stream_context // 32 or 1] for prompt in batch_prompts(bench)]
+    rate = generate(engine, prompts, new_tokens, **way)
+    return {"tokens_per_s": rate, "ms_a_step": 1e3 * count / rate}
+
+
+def rows_in_e4m3(weight: torch.Tensor) -> PackedMatrix:
+    """Round a weight [N, K] with a scale for each row, as `--quantization fp8` does."""
+    scales = (weight.abs().amax(1, keepdim=True).float() / 448).clamp(min=1e-12)
+    return PackedMatrix("e4m3", (weight / scales).to(torch.float8_e4m3fn), scales, None, weight.shape[1])
+
+
+def random_codes(kind: Any, group: int, rows: int, columns: int, device: str) -> PackedMatrix:
+    """Return random codes of four bits, with small scales for groups of columns."""
+    group = min(group, columns)
+    codes = torch.randint(0, 256, (rows, columns // 2), dtype=torch.uint8, device=device)
+    return PackedMatrix(kind, codes, torch.full((rows, columns // group), 2.0**-8, device=device), None, group)
+
+
+def pack_linears(pack: Callable[[torch.Tensor], PackedMatrix], module: Any) -> None:
+    """Pack the linears of all layers."""
+    for part in module.model.layers.modules():
+        if isinstance(part, nn.Linear):
+            put_linear(part, pack(part.weight.detach()))
+
+
+def pack_experts(module: Any) -> None:
+    """Replace the experts of gpt-oss by random codes of MXFP4."""
+    module.set_experts_implementation("eager")  # as a checkpoint whose experts are packed is loaded
+    for layer in module.model.layers:
+        experts = layer.mlp.experts
+        for name in ("gate_up_proj", "down_proj"):
+            count, inputs, outputs = getattr(experts, name).shape
+            device, dtype = str(getattr(experts, name).device), getattr(experts, name).dtype
+            experts.is_transposed = True
+            codes = [[random_codes("e2m1", 32, outputs, inputs, device)] for _ in range(count)]
+            put_experts(experts, name, codes, dtype)
+
+
+def packed(bench: Bench) -> Iterator[Case]:
+    """Yield decodes and a prompt with packed weights, beside those of plain ones in this rows file."""
+    name, device = next(iter(bench.sizes.models)), bench.device.name
+    forms: dict[str, Callable[[torch.Tensor], PackedMatrix]] = {
+        "FP8 by rows": rows_in_e4m3,
+        "W4A16": lambda weight: random_codes("int4", 128, *weight.shape, device),
+    }
+    for form, pack in forms.items():
+        engines = Engines(bench, name, bench.sizes.shape_len, partial(pack_linears, pack))
+        for streams, context in bench.sizes.decodes:
+            plain = f"{name}: decode {streams} x {context}", "ahead_ms"
+            yield Case(f"{form}: decode {streams} x {context}", partial(_packed, bench, engines, plain))
+        plain = f"{name}: prefill {bench.sizes.prompt}", "ms"
+        yield Case(f"{form}: prefill", partial(_packed, bench, engines, plain))
+        engines.free()
+    for name in bench.sizes.coded:
+        engines = Engines(bench, name, bench.sizes.shape_len, pack_experts)
+        for streams, context in bench.sizes.decodes:
+            case = f"{name} in MXFP4: decode {streams} x {context}"
+            yield Case(case, partial(decode, bench, engines, streams, context))
+        yield Case(f"{name} in MXFP4: prefill", partial(prefill, bench, engines))
+        engines.free()
+
+
+def _packed(bench: Bench, engines: Engines, plain: tuple[str, str]) -> Figures:
+    case, figure = plain
+    if "prefill" in case:
+        ms = prefill(bench, engines)["ms"]
+    else:
+        streams, context = (int(word) for word in case.rpartition("decode ")[2].split(" x "))
+        ms = decode(bench, engines, streams, context)["ahead_ms"]
+    kernels = engines.engine(async_scheduling=True).model.kernels
+    return {"ms": ms, "of_plain": ms / bench.rows.figures("engine", case).get(figure, float("nan")), "by": kernels}
+
+
+def adapters(bench: Bench) -> Iterator[Case]:
+    """Yield streams of several adapters beside the same streams of the base model."""
+    count, _ = bench.sizes.adapters
+    name = next(iter(bench.sizes.models))
+    engines = Engines(bench, name, bench.sizes.shape_len, max_lora_rank=_RANK, max_loras=count)
+    yield Case("adapters", partial(_adapters, bench, engines))
+    engines.free()
+
+
+def _adapters(bench: Bench, engines: Engines) -> Figures:
+    count, streams = bench.sizes.adapters
+    lora = {"enable_lora": True, "max_loras": count, "max_lora_rank": _RANK, "enable_prefix_caching": False}
+    engine = engines.engine(is_warm=not bench.sizes.is_dry, **lora)
+    tokens = bench.sizes.batch[2]
+    with tempfile.TemporaryDirectory() as folder:
+        own = [random_adapter(engine, Path(folder) / str(number), _RANK, number) for number in range(count)]
+        kinds = {"base": [None] * count * streams, "adapters": own * streams}
+        rates = {}
+        for kind, of_stream in kinds.items():
+            for turn, length in (("first", 2), ("timed", tokens)):  # the first round loads adapters
+                sizes = {"streams": count * streams, "tokens": length, "vocabulary": engine.model.vocab_size}
+                sizes["prompt_len"] = bench.sizes.batch[1]
+                found = run_round(engine, of_stream, **sizes, name=f"{kind} {turn}")
+            rates[f"{kind}_tokens_per_s"] = found.rate
+    if engine.adapters is not None:
+        engine.adapters.close()
+    return {**rates, "step_over_base": rates["base_tokens_per_s"] / rates["adapters_tokens_per_s"]}
+
+
+def drafts(bench: Bench) -> Iterator[Case]:
+    """Yield streams that repeat themselves, with drafts from their own text and without."""
+    engines = Engines(bench, next(iter(bench.sizes.models)), bench.sizes.shape_len)
+    for streams in bench.sizes.drafted:
+        yield Case(f"{streams} streams", partial(_drafted, bench, engines, streams))
+    engines.free()
+
+
+def _drafted(bench: Bench, engines: Engines, streams: int) -> Figures:
+    tokens, found = bench.sizes.batch[2], dict[str, Any]()
+    part = batch_prompts(bench)[0][: 3 if bench.sizes.is_dry else 8]
+    prompts = [[*part, number + 3, *part, number + 3, *part] for number in range(streams)]
+    config = SpeculativeConfig(method="ngram", num_speculative_tokens=_DRAFTS)
+    for name, settings in (("plain", {"async_scheduling": False}), ("drafted", {"speculative_config": config})):
+        engine = engines.engine(is_warm=not bench.sizes.is_dry, **settings)
+        generate(engine, prompts, 2)
+        found[f"{name}_tokens_per_s"] = generate(engine, prompts, tokens)
+    return {**found, "gain": found["drafted_tokens_per_s"] / found["plain_tokens_per_s"]}
+
+
+def evictions(bench: Bench) -> Iterator[Case]:
+    """Yield decode steps beside pages that go to the host's memory."""
+    engines = Engines(bench, next(iter(bench.sizes.models)))
+    yield Case(f"{bench.sizes.evicted} pages", partial(_evicted, bench, engines))
+    engines.free()
+
+
+def _evicted(bench: Bench, engines: Engines) -> Figures:
+    """Measure how long the step after an eviction waits for the copy."""
+    count = bench.sizes.evicted
+    engine = engines.engine(async_scheduling=True)
+    pages = engine.model.pool.by_page[:count].view(torch.uint8).view(count, -1)
+    copies = PoolCopies(pages, count)
+    x = torch.zeros(1, device=bench.device.name)
+    seconds = bench.device.timed(lambda: (copies.copy_out(range(count), range(count)), x.add_(1)), 5)
+    copies.wait()
+    differing = int((copies.slots.to(pages.device) != pages).any(1).sum())
+    return {"ms": 1e3 * seconds, "gb_per_s": pages.nbytes / seconds / 1e9, "pages_that_differ": differing}
+
+
+SAMPLING = Section("sampling", 60.0, sampling)
+SECTIONS = [
+    Section("packed weights", 150.0, packed),
+    Section("adapters", 40.0, adapters),
+    Section("drafts", 60.0, drafts),
+    Section("evicted pages", 20.0, evictions),
+]
