@@ -1,6 +1,6 @@
 """Kits with the packages that a GPU machine without a network lacks: made from wheels here, unpacked there.
 
-    make gpu-kit                       # .gpu-kit/NAME.tar.xz, from benchmarks/gpu-kits/NAME.lock
+    make gpu-kit                       # .gpu-kit/NAME.tar.xz, for each NAME of benchmarks/gpu-kits
 
 A kit lies unpacked in the cache folder for later calls on the same machine, which then need not carry it again.
 
