@@ -1,4 +1,4 @@
-"""Measure what has no figure on a GPU yet: packed weights, adapters, drafts, ways to sample, pages that leave for the host.
+"""Measure what has no figure on a GPU yet: packed weights, adapters, drafts, sampling, pages that leave for the host.
 
 Each figure stands beside that of plain weights, or of the same streams without the feature, on the same card.
 """

@@ -62,15 +62,11 @@ def _alone(bench: Bench) -> Figures:
     return {"tokens_per_s": rate}
 
 
-def _server(bench: Bench, folder: str, name: str, pools: Sequence[dict[str, Any]], **engine: Any) -> Any:
+def _server(bench: Bench, folder: str, name: str, pools: Sequence[dict[str, Any]]) -> Any:
     """Start a server with these pools; its log is beside the rows."""
     device = {"num_gpus": 0} if bench.sizes.is_dry else {}
-    config: dict[str, Any] = {
-        "pools": [{**pool, **device} for pool in pools],
-        "engine": {"kv_cache_memory": "8GiB", **engine},
-    }
-    if bench.sizes.is_dry:
-        config["engine"]["kv_cache_memory"] = "64MiB"
+    memory = "64MiB" if bench.sizes.is_dry else "8GiB"
+    config = {"pools": [{**pool, **device} for pool in pools], "engine": {"kv_cache_memory": memory}}
     file = Path(folder) / f"{name}.yaml"
     file.write_text(yaml.safe_dump(config))
     with socket.create_server(("127.0.0.1", 0)) as probe:
