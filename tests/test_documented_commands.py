@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 GUIDE = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 PAGES = [*GUIDE, *(ROOT / name for name in ("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"))]
 PAGES += [
-    *(ROOT / "benchmarks" / name for name in ("README.md", "RESULTS.md", "gpu/README.md")),
+    *(ROOT / "benchmarks" / name for name in ("README.md", "RESULTS.md")),
     *sorted((ROOT / "benchmarks" / "records").glob("*.md")),
 ]
 FENCE = re.compile(r"^```sh\n(.*?)^```", re.DOTALL | re.MULTILINE)
