@@ -41,6 +41,7 @@ MEASURED = {
     "enable_lora": "what adapters add to steps is learnt and reported",
     "max_loras": "adapters in slots and the seconds to load one are reported",
     "max_lora_rank": "the size of an adapter counts in each request",
+    "kv_events_config": "changes no step: what is published waits for no reader",
     "load_format": "changes no step",
     "log_chunks": "changes no step",
     "fault_token_ids": "of tests alone",
