@@ -26,7 +26,9 @@ class KVEventsConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    enable_kv_cache_events: bool = Field(False, description="Publish events.")
+    enable_kv_cache_events: bool | None = Field(
+        None, description="Publish events; null: if publisher is zmq, as in SGLang."
+    )
     publisher: Literal["null", "zmq"] | None = Field(
         None, description="zmq: publish; null as a word: do not; null: as enable_kv_cache_events says."
     )
@@ -49,6 +51,8 @@ class KVEventsConfig(BaseModel):
     @property
     def is_on(self) -> bool:
         """Whether anything is published."""
+        if self.enable_kv_cache_events is None:
+            return self.publisher == "zmq"
         return self.enable_kv_cache_events and self.publisher != "null"
 
     @property

@@ -115,7 +115,9 @@ def test_port_beyond_the_last_is_refused() -> None:
 def test_events_are_off_until_they_are_enabled() -> None:
     assert not KVEventsConfig.model_validate({}).is_on
     assert not KVEventsConfig.model_validate({"enable_kv_cache_events": True, "publisher": "null"}).is_on
+    assert not KVEventsConfig.model_validate({"enable_kv_cache_events": False, "publisher": "zmq"}).is_on
     assert KVEventsConfig.model_validate({"enable_kv_cache_events": True}).is_on
+    assert KVEventsConfig.model_validate({"publisher": "zmq"}).is_on, "SGLang has no other switch"
 
 
 def test_replica_listens_or_connects_by_vllms_rule() -> None:
