@@ -254,8 +254,9 @@ def test_prompts_are_computed_while_a_volume_hangs_and_loaded_once_it_answers(
         volume.hang(after)
         for number in (0, 1, 2):
             engine.add(Submission("a", PROMPTS[number], greedy(5)))
-            while not volume.is_asked.is_set():
+            if not volume.is_asked.is_set():
                 assert not engine.step().deltas, "the prompt waits for the load"
+                assert volume.is_asked.wait(60), "a further step could compute what the thread has not begun to load"
             assert tokens_of(run(engine)["a"]) == expected[number]
             counts = engine.pages.counts()
             assert (counts.owned, counts.quarantined) == (0, 1)
