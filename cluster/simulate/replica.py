@@ -1,7 +1,9 @@
-"""One simulated replica: the real engine, on a device that is a clock.
+"""Drive the real engine, transfers and reports of one replica on a clock, in place of an `EngineThread`.
 
-Works in the order of `EngineThread`: posted actions, then a step, then transfers. While no request comes or ends, steps
-that are alike are taken at once (fast_forward.py). That changes nothing but the time that the simulation takes.
+What a replica decides stands in `Engine`, `Handover` and `Publisher`, which both drivers call in the same order: posted
+actions, then a step, then transfers. This driver differs in two things. It never waits: an event ends each step, where
+a thread blocks on its inbox. While no request comes or ends, it takes steps that are alike at once (fast_forward.py).
+That changes nothing but the time that the simulation takes.
 """
 
 from bisect import bisect_right
