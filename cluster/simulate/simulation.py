@@ -7,6 +7,7 @@ server, and take turns.
 
 import gc
 from array import array
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -75,9 +76,9 @@ class Simulation:
         self.clock = Clock()
         models = [model.name for model in fleet.models] or [""]
         self.routers = {model: [Fleet(fleet.router) for _ in range(fleet.routers)] for model in models}
-        self._turns = {
-            model: [TurnQueue(DEFAULT_TIMEOUTS.suspect_s) for _ in each] for model, each in self.routers.items()
-        }
+        self._turns = defaultdict[tuple[str, int], TurnQueue](
+            partial(TurnQueue, DEFAULT_TIMEOUTS.suspect_s)
+        )  # by router
         self.held: dict[str, list[SimulatedRequest]] = {}  # by model without replicas: the requests that wait for one
         self.replicas: dict[str, SimulatedReplica] = {}  # living replicas, by name
         self._silent: dict[str, SimulatedReplica] = {}  # replicas that hang and are given up, by name
@@ -153,9 +154,8 @@ class Simulation:
         sample = Sample(job.role, job.output_tokens, num_tokens, now, array("d"), bytearray())
         sample.service_tier, sample.tenant, sample.model = slo_class, job.tenant, model
         self._outcome.samples.append(sample)
-        ingress = number % len(routers)
-        life = RequestLife(submission, routers[ingress], now)
-        turns = self._turns[model][ingress]
+        which = number % len(routers)
+        life, turns = RequestLife(submission, routers[which], now), self._turns[model, which]
         request = self.requests[submission.id] = SimulatedRequest(life, sample, job.follow_ups, turns)
         if self._is_up(model):
             self._do(request, life.place(now), now)
@@ -201,8 +201,7 @@ class Simulation:
 
     def _begin_turn(self, turns: TurnQueue, now: float) -> None:
         """Place the suspect request whose turn begins now, if one does, and look again when its turn ends by itself."""
-        begun = turns.begin(now)
-        if begun is not None:
+        if (begun := turns.begin(now)) is not None:
             self.clock.at(turns.ends_at, partial(self._begin_turn, turns))
             request = self.requests[begun]
             self._do(request, request.life.place(now), now)
@@ -312,12 +311,11 @@ class Simulation:
 
     def told(self, replica: SimulatedReplica, deltas: Sequence[TokenDelta], now: float) -> None:
         """Note what is new of requests, between two steps too."""
-        name = replica.name
         for delta in deltas:
             request = self.requests.get(delta.request_id)
             if request is None:
                 continue
-            actions = request.life.tokens(name, delta, now)
+            actions = request.life.tokens(replica.name, delta, now)
             if len(actions) == 1 and actions[0] is delta:  # nearly always
                 self._stream(request, delta, now)
             else:
@@ -383,15 +381,13 @@ class Simulation:
         self._end_idle(name, now)
 
     def _end_idle(self, name: str, now: float) -> None:
-        replica = self.replicas.get(name)
-        if replica is None:
+        if name not in self.replicas:
             return
         placements = [request.life.placement for request in self.requests.values()]
         if any(each is not None and name in (each.decode, each.prefill) for each in placements):
             self.clock.at(now + HEARTBEAT_S, partial(self._end_idle, name))
             return
-        del self.replicas[name]
-        replica.die(now)
+        self.replicas.pop(name).die(now)
 
     def _fail(self, failure: Failure, now: float) -> None:
         for pool in self.fleet.pools:

@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from crossdock.workers.replica.engine.chunk_log import chunk_logger, log_chunks
-from crossdock.workers.replica.engine.executor import Executor
+from crossdock.workers.replica.engine.executor import Drafts, Executor, TokenSampler
 from crossdock.workers.replica.engine.pipeline import FinishedStep, Pipeline
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.ahead import assume_ended
@@ -345,7 +346,7 @@ class Engine:
         """Execute and sample `batch` past the scheduler, which does not know its requests. Returns the seconds.
 
         For measurements, with no step in flight. The caller owns the requests' pages."""
-        with self._sampling(batch):
+        with _known(batch, self._sampler, self.speculation):
             started = self.clock()
             self.pipeline.compute(batch)
             return self.clock() - started
@@ -354,22 +355,8 @@ class Engine:
         """Execute and sample `batch` often, with a step in every stage, or each step ahead of the tokens before it.
 
         Returns the seconds between two ends."""
-        with self._sampling(batch):
+        with _known(batch, self._sampler, self.speculation):
             return self.pipeline.compute_often(batch, times)
-
-    @contextmanager
-    def _sampling(self, batch: Batch) -> Iterator[None]:
-        for part in batch.scheduled:
-            self._sampler.add(part.request)
-            if self.speculation is not None:  # a head computes its share of prompts in their steps
-                self.speculation.add(part.request)
-        try:
-            yield
-        finally:
-            for part in batch.scheduled:
-                self._sampler.remove(part.request.id)
-                if self.speculation is not None:
-                    self.speculation.remove(part.request.id)
 
     def calibrate(
         self, sweep: Sequence[tuple[StepWork, float]], intervals: Sequence[tuple[float, float]] = ()
@@ -414,6 +401,20 @@ class Engine:
             predicted *= max(self.pipeline.depth * self.intervals.share, 1.0)
         self.scheduler.learn(self.cost_fit.cost, self.cost_fit.overrun, self.intervals.share)
         return predicted
+
+
+@contextmanager
+def _known(batch: Batch, sampler: TokenSampler, speculation: Drafts | None) -> Iterator[None]:
+    """Have the requests of a batch sampled that no call of `add` has brought. A head that drafts computes its share of
+    prompts in their steps."""
+    parties: list[TokenSampler | Drafts] = [sampler] if speculation is None else [sampler, speculation]
+    for party, part in product(parties, batch.scheduled):
+        party.add(part.request)
+    try:
+        yield
+    finally:
+        for party, part in product(parties, batch.scheduled):
+            party.remove(part.request.id)
 
 
 def _extremes(token_ids: Sequence[int]) -> tuple[int, ...]:
