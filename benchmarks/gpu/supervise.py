@@ -6,10 +6,13 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 
 from gpu.rows import Rows
 
 _POLL_S = 0.2
+_END_S = 30.0  # for killed processes to end
+_MARK = "CROSSDOCK_GPU_PROCESS"  # a variable that all processes of one measurement have
 
 
 def supervise(
@@ -53,7 +56,8 @@ def _run(
     is_ended: Callable[[], bool],
 ) -> str | None:
     """Return why the process ended; None: it has finished."""
-    process = subprocess.Popen(command, env=dict(environment), start_new_session=True)
+    mark = f"{_MARK}={os.getpid()}-{time.time_ns()}"
+    process = subprocess.Popen(command, env=dict([*environment.items(), mark.split("=")]), start_new_session=True)
     try:
         while process.poll() is None:
             time.sleep(_POLL_S)
@@ -65,15 +69,30 @@ def _run(
             if case is not None and time.time() > case["began"] + case["limit_s"]:
                 return f"took longer than {case['limit_s']:.0f} s"
     finally:
-        _end(process)
+        _end(process, mark)
     code = process.returncode
     if code == 0:
         return None
     return f"the process ended with signal {-code}" if code < 0 else f"the process ended with exit code {code}"
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
-    """Kill the process and all that it started."""
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+def _end(process: "subprocess.Popen[bytes]", mark: str) -> None:
+    """Kill the process and all that it started. Ray's daemons have sessions of their own, and outlive what started
+    them: they are known by a variable of their environment."""
+    process.kill()
     process.wait()
+    deadline = time.monotonic() + _END_S
+    while (found := [int(pid) for pid in os.listdir("/proc") if pid.isdigit() and _has(pid, mark)]) and (
+        time.monotonic() < deadline
+    ):
+        for pid in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(_POLL_S)
+
+
+def _has(pid: str, mark: str) -> bool:
+    try:
+        return mark.encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # it has ended, or is another user's
+        return False

@@ -1,6 +1,7 @@
 """The benchmark of GPUs: a dry run of every section on the CPU, rows that outlive crashes, verdicts, and the kit."""
 
 import argparse
+import contextlib
 import importlib.util
 import os
 import re
@@ -190,7 +191,7 @@ def test_rows_of_another_machine_or_commit_are_refused(
 
 
 MEASURING = """
-import os, signal, sys, time
+import os, signal, subprocess, sys, time
 from pathlib import Path
 sys.path.append(sys.argv[1])
 from gpu.rows import Rows
@@ -199,6 +200,9 @@ rows = Rows(Path(sys.argv[2]), "first")
 for name in ("good", "killed", "hung", "device lost", "last"):
     if rows.is_done("s", name):
         continue
+    if name in ("killed", "hung"):
+        daemon = subprocess.Popen(["sleep", "600"], start_new_session=True)  # as Ray's are
+        Path(sys.argv[3], name).write_text(str(daemon.pid))
     rows.begin("s", name, 0.2 if name == "hung" else 600.0)
     if name == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -211,8 +215,10 @@ for name in ("good", "killed", "hung", "device lost", "last"):
 """
 
 
-def test_crashes_and_hangs_are_rows_and_the_other_cases_run(gpu: Callable[[str], Any], rows: Any) -> None:
-    command = [sys.executable, "-c", MEASURING, str(ROOT / "benchmarks"), str(rows.path)]
+def test_crashes_and_hangs_are_rows_end_all_they_started_and_the_other_cases_run(
+    gpu: Callable[[str], Any], rows: Any, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", MEASURING, str(ROOT / "benchmarks"), str(rows.path), str(tmp_path)]
     gpu("supervise").supervise(command, os.environ, rows, time.time() + 300)
     found = {case: line.get("error", "has figures") for (_, case), line in rows.results().items()}
     assert found == {
@@ -222,6 +228,9 @@ def test_crashes_and_hangs_are_rows_and_the_other_cases_run(gpu: Callable[[str],
         "device lost": "illegal memory access",
         "last": "has figures",
     }
+    for case in ("killed", "hung"):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            assert psutil.Process(int((tmp_path / case).read_text())).status() == psutil.STATUS_ZOMBIE
 
 
 def test_time_limit_from_outside_ends_the_process_that_measures(tmp_path: Path) -> None:
