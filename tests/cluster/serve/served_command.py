@@ -19,7 +19,7 @@ def serving(log: Path, *args: str) -> Iterator[tuple[subprocess.Popen[str], str]
         server = background_job("serve", *args, "--port", str(port), stdout=output, stderr=subprocess.STDOUT)
     try:
         last = f"Dashboard: http://127.0.0.1:{port}/dashboard\n"  # of the lines that tell where it serves
-        eventually(lambda: last in log.read_text() or server.poll() is not None, log.read_text, 240)
+        eventually(lambda: last in log.read_text() or server.poll() is not None, log.read_text, 480)
         assert server.poll() is None, log.read_text()
         yield server, f"http://127.0.0.1:{port}"
     finally:

@@ -17,6 +17,8 @@ from crossdock.cluster.serve.start_phases import StartPhases
 from tests.cluster.serve.served_command import serving
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.timeout(900)  # a first start measures steps, which a busy machine makes long
+
 REPLICA = re.compile(r"replica (\w+) \((\w+)\) was lost: (.*?); (.*?); another one starts, .*? Its log: (\S+)")
 
 

@@ -30,6 +30,8 @@ from tests.cluster.serve.served_command import serving
 from tests.cluster.watch.terminal import COMMAND, background_job, run
 from tests.waiting import eventually
 
+pytestmark = pytest.mark.timeout(900)  # a first start measures steps, which a busy machine makes long
+
 FORKING = "own_ray.forked_replicas"  # on the command line of the process that replicas are forked from
 
 
