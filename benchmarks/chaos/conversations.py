@@ -26,6 +26,7 @@ from tests.cluster.api.one_model import one_model_api
 from tests.cluster.dispatch.in_process import InProcess, ready
 from tests.cluster.small_tokenizers import byte_level
 
+_MOST_TRIES = 60
 _AT_ONCE = 8  # questions to the engine that nothing disturbs
 _MARKS = ("<think>", "</think>", "<tool_call>", "</tool_call>")
 # As Qwen3's, which the parsers are found by; short, because the random model needs no instruction.
@@ -314,7 +315,11 @@ async def answers_of(
 
     async def answer(case: Case, http: httpx.AsyncClient) -> Any:
         async with places:
-            reply = await http.post(case.path, json={**case.request, "stream": True}, timeout=120)
+            for _ in range(_MOST_TRIES):
+                reply = await http.post(case.path, json={**case.request, "stream": True}, timeout=120)
+                if reply.status_code != 429:
+                    break
+                await asyncio.sleep(float(reply.headers["retry-after"]))  # as a client does: grammars take a slow core
         if reply.status_code != 200:
             raise RuntimeError(f"{case}: {reply.status_code} {reply.text[:500]}")
         found = case.new_answer()
