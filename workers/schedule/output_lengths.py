@@ -11,7 +11,7 @@ from typing import TypeAlias
 
 from crossdock.workers.schedule.request.request import Request
 
-_RECENT = 256
+RECENT = 256
 """Outputs that count beside twice as many as run. The longest must end while those that were begun with it count."""
 
 _Begun: TypeAlias = Request | tuple[int, bool]
@@ -38,7 +38,7 @@ class OutputLengths:
             return
         self._begun[request.owner] = request
         self._num_running += 1
-        while len(self._begun) > 2 * self._num_running + _RECENT:
+        while len(self._begun) > 2 * self._num_running + RECENT:
             oldest = next(iter(self._begun))
             self._num_running -= isinstance(self._begun.pop(oldest), Request)
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import count
 
 from crossdock.workers.report.timeline import KEEP_CHUNKS, KEEP_FINISHED
+from crossdock.workers.schedule.output_lengths import RECENT
 from crossdock.workers.schedule.request.submission import InvalidField, Leg
 from tests.sizes import growing, sizes
 from tests.workers.replica.sides import Side, pair, prompts, ship, start, submission
@@ -18,6 +19,7 @@ BOUNDED = (  # the end of a path, and the most entries
     ("._merger._over", 1024),
     ("._early_offers", 4096),
     ("cost_fit._errors", 4096),
+    *((f".table.outputs.{name}", 2 * RECENT) for name in ("_begun", "_lengths", "_rests")),  # of few that run
     (".pages.block_pool._free", 512),  # of all pages there are
     (".pages.prefixes.changes._changes", 512),  # until the next message to the routers
 )
