@@ -56,8 +56,11 @@ def _memory(replicas: Sequence[Mapping[str, Any]], used: int, free: int) -> str:
     weights, pool = (
         sum(each["machine"][name] * _num_ranks(each["profile"]) for each in replicas) for name in ("weights", "pool")
     )
-    sizes = (ByteSize(size).human_readable() for size in (weights, pool, max(used - weights - pool, 0), free))
-    return "{} weights, {} KV pages, {} for Python, torch and Ray; {} are left".format(*sizes)
+    parts = f"{ByteSize(weights).human_readable()} weights, {ByteSize(pool).human_readable()} KV pages"
+    others = used - weights - pool  # below 0 where no step has written most of the pages, which take no memory then
+    if others > 0:
+        parts += f", {ByteSize(others).human_readable()} for Python, torch and Ray"
+    return f"{parts}; {ByteSize(free).human_readable()} are left"
 
 
 def _pages(machine: Mapping[str, Any], profile: SchedulingProfile) -> str:

@@ -83,6 +83,11 @@ def test_pools_are_summarised_one_by_one_and_all_ranks_count_as_memory() -> None
     assert sum(line.startswith("Memory") for line in lines) == 1
 
 
+def test_pages_that_no_step_has_written_hide_what_the_rest_takes() -> None:
+    lines = summary([replica()], used=GIB, free=20 * GIB)
+    assert lines[1] == "Memory: 256.0MiB weights, 2.0GiB KV pages; 20.0GiB are left"
+
+
 def test_replicas_on_other_machines_are_summarised_without_memory() -> None:
     assert not any(line.startswith("Memory") for line in summary([replica()]))
     assert summary([]) == []
