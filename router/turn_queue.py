@@ -25,7 +25,7 @@ class TurnQueue:
     _waiting: dict[str, float] = field(default_factory=dict)  # by request: since when; the first gets the next turn
 
     def enter(self, request_id: str, now: float) -> None:
-        """Let a request wait for its turn, which `begin` tells."""
+        """Queue a suspect request. `begin` returns it when its turn begins."""
         self._waiting[request_id] = now
 
     def leave(self, request_id: str) -> bool:

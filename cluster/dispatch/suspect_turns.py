@@ -11,7 +11,7 @@ class SuspectTurns:
     """The turns of the suspect requests of one ingress. Belongs to one event loop."""
 
     queue: TurnQueue
-    _entering: dict[str, asyncio.Future[None]] = field(default_factory=dict)  # by request that waits for its turn
+    _entering: dict[str, asyncio.Future[None]] = field(default_factory=dict)  # by waiting request
     _timer: asyncio.TimerHandle | None = None
 
     async def enter(self, request_id: str) -> None:

@@ -22,6 +22,7 @@ from crossdock.workers.model.lora.adapter_files import read_adapter
 from crossdock.workers.model.memory.memory_budget import ON_CPUS
 from crossdock.workers.model.weights.scheme import PLAIN, scheme_at
 from crossdock.workers.model.weights.untrusted import naming, read_config_file, read_json_if_any
+from crossdock.workers.report.kv_events import NEEDS_PYZMQ
 
 _INDEX = "model.safetensors.index.json"
 _NUMBERED = re.compile(r"(.*?)\.(\d+)\.(.*)")  # the first number in a name is that of the layer
@@ -46,10 +47,7 @@ def check_model(config: ClusterConfig, folder: Path, *, has_gpus: bool) -> None:
         require_served_layers(str(fields.get("model_type")), map(str, kinds))
     longest_request(view, config.model.max_model_len)
     if any((pool.engine or config.engine).kv_events for pool in config.pools) and not has_package("zmq"):
-        raise ValueError(
-            "kv_events_config: events need pyzmq, which is not installed; pip install 'crossdock[kv-events]', or leave "
-            "it out"
-        )
+        raise ValueError(NEEDS_PYZMQ)
     if config.is_emulated:
         return
     shapes = _shapes_in(folder)

@@ -7,7 +7,7 @@ from typing import Self
 
 from torch import Tensor
 
-from crossdock.workers.draft.passes import CATCH_UP_TOKENS, DraftPasses, new_stream
+from crossdock.workers.draft.passes import CATCH_UP_TOKENS, MATCH, DraftPasses, draft_pages, new_stream
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model import LoadedModel
@@ -17,11 +17,6 @@ from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConf
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.request.batch import Scheduled
 from crossdock.workers.schedule.request.request import Request
-
-MATCH = 4
-"""Tokens of a match whose drafts are about as probable as a small model's, before the policy has seen any."""
-
-_PAGE_SIZE = 16  # tokens, or the least that attention can read
 
 
 @dataclass(slots=True, eq=False)
@@ -82,11 +77,8 @@ class DraftModel:
             )
         if model.states is not None:
             raise ValueError(f"model: {config.model} has recurrent layers: a small model that drafts may have none")
-        page_size = max(_PAGE_SIZE, model.attention.page_multiple)
-        page_bytes = model.layout(page_size).page_bytes
-        if memory < page_bytes:
-            raise ValueError(f"draft_kv_cache_memory ({memory}) must be at least {page_bytes} bytes, one page")
-        return cls(model, PagePool(memory // page_bytes, page_size, enable_prefix_caching=False))
+        pages = draft_pages(memory, model.attention.page_multiple, lambda size: model.layout(size).page_bytes)
+        return cls(model, pages)
 
     def add(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Add a request. `token_ids` is its own list, prompt and output, which grows with each accepted token."""

@@ -13,9 +13,8 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from crossdock.workers.draft.draft_model import MATCH
 from crossdock.workers.draft.eagle_head import EagleHead
-from crossdock.workers.draft.passes import DraftPasses, new_stream
+from crossdock.workers.draft.passes import MATCH, DraftPasses, draft_pages, new_stream
 from crossdock.workers.model.architecture import text_config
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.kv_pool import KVPool, one_layer
@@ -30,7 +29,6 @@ from crossdock.workers.schedule.request.request import Request
 _MOST_PENDING = 32
 """Rows of a stream from which on the step itself computes their keys and values: chunks of prompts, and streams that
 have not drafted for as many steps."""
-_PAGE_SIZE = 16  # tokens, or the least that attention can read
 
 
 @dataclass(slots=True, eq=False)
@@ -129,12 +127,12 @@ class HeadDrafter:
         _check_fits(head, target, config.model)
         layers = head.config.layers_of(target.num_hidden_layers)
         target.tap_layers(layers)
-        page_size = max(_PAGE_SIZE, target.attention.page_multiple)
-        page_bytes = one_layer(*head.kv_shape, page_size, head.dtype).page_bytes
-        memory = int(config.draft_kv_cache_memory)
-        if memory < page_bytes:
-            raise ValueError(f"draft_kv_cache_memory ({memory}) must be at least {page_bytes} bytes, one page")
-        return cls(head, target, PagePool(memory // page_bytes, page_size, enable_prefix_caching=False), layers)
+        pages = draft_pages(
+            int(config.draft_kv_cache_memory),
+            target.attention.page_multiple,
+            lambda size: one_layer(*head.kv_shape, size, head.dtype).page_bytes,
+        )
+        return cls(head, target, pages, layers)
 
     def add(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Add a request. `token_ids` is its own list, prompt and output, which grows with each accepted token."""

@@ -17,6 +17,10 @@ from crossdock.workers.schedule.request.submission import SamplingParams, Submis
 CATCH_UP_TOKENS = 256
 """Most tokens besides drafts that one call computes: the prompt of a new stream takes several steps of the target."""
 
+MATCH = 4
+"""Tokens of a match whose drafts are about as probable as a small model's, before the policy has seen any."""
+
+_PAGE_SIZE = 16  # tokens, or the least that attention can read
 _SWEEP = ((1, 1), (4, 1), (16, 1), (1, 16), (1, 64), (1, CATCH_UP_TOKENS))
 """Forward passes that are timed at the start: sequences, and tokens of each."""
 
@@ -26,6 +30,24 @@ _REPEATS = 3
 def new_stream(name: str, token_ids: Sequence[int] = ()) -> Request:
     """Return the tokens that a model which drafts has of one stream, as a request of its own."""
     return Request(Submission(name, list(token_ids), SamplingParams()))
+
+
+def draft_pages(memory: int, page_multiple: int, bytes_of: Callable[[int], int]) -> PagePool:
+    """Return the pages of a model that drafts.
+
+    Args:
+        memory: draft_kv_cache_memory, in bytes.
+        page_multiple: tokens; a page has a multiple of as many.
+        bytes_of: returns the bytes of a page of so many tokens.
+
+    Raises:
+        ValueError: the memory holds no page.
+    """
+    page_size = max(_PAGE_SIZE, page_multiple)
+    page_bytes = bytes_of(page_size)
+    if memory < page_bytes:
+        raise ValueError(f"draft_kv_cache_memory ({memory}) must be at least {page_bytes} bytes, one page")
+    return PagePool(memory // page_bytes, page_size, enable_prefix_caching=False)
 
 
 @dataclass(slots=True, eq=False)

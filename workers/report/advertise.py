@@ -178,6 +178,7 @@ def _room(scheduler: Scheduler) -> Room:
     outputs of requests that run is not free.
     """
     table = scheduler.table
+    mean = table.outputs.mean
     num_classes = len(scheduler.config.slo_classes)
     slots = [num_slots(table, priority) for priority in range(num_classes)]
     pages = [scheduler.pages.block_pool.num_available] * num_classes
@@ -208,7 +209,7 @@ def _room(scheduler: Scheduler) -> Room:
         if len(some := lacking if lacks else starting) < MOST_ENDS:
             seconds = 0.0 if request.leg is Leg.RECEIVE else scheduler.forecast.prefill_seconds(request)
             held = num_pages + arriving.get(request.id, 0)
-            output = 0 if request.leg is Leg.SEND else _tokens_to_mean(table, request, table.outputs.mean)
+            output = 0 if request.leg is Leg.SEND else _tokens_to_mean(table, request, mean)
             is_due = request.is_offered or request.leg is not Leg.RECEIVE
             waited_s = max(int(table.now - request.arrival_time), 0) if lacks and is_due else 0
             some.append(WaitingRequest(held, seconds, output, waited_s))

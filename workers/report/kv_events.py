@@ -16,6 +16,9 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 from crossdock.workers.schedule.memory.page_events import PageEvent, RemovedPages, StoredPages
 from crossdock.workers.schedule.request.page_hashes import PageHash
 
+NEEDS_PYZMQ = (
+    "kv_events_config: events need pyzmq, which is not installed; pip install 'crossdock[kv-events]', or leave it out"
+)
 _ENDPOINT = r"tcp://[^\s/]+:\d{1,5}|ipc://\S+"
 _MEDIUM = "GPU"  # vLLM's word for the pool that steps read, on CPUs too
 _SALT_BYTES = 16

@@ -13,7 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.report.kv_events import KVEventsConfig, encode, offset_port
+from crossdock.workers.report.kv_events import NEEDS_PYZMQ, KVEventsConfig, encode, offset_port
 from crossdock.workers.schedule.memory.page_events import PageEvent
 
 if TYPE_CHECKING:
@@ -44,9 +44,7 @@ class KVEventPublisher:
         try:
             import zmq
         except ImportError:
-            raise ValueError(
-                "kv_events_config: events need pyzmq; pip install 'crossdock[kv-events]', or leave it out"
-            ) from None
+            raise ValueError(NEEDS_PYZMQ) from None
         self._zmq = zmq
         self._config = config
         self._page_size = page_size
