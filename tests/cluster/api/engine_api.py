@@ -129,12 +129,22 @@ class LiveApi:
         self.loop.close()
 
     def work(self, key: str = "mine") -> None:
-        """Serve two streams, and beside them a prompt that is long for this engine."""
+        """Serve two streams and, while they have tokens to come, a prompt that is long for this engine."""
 
         async def several() -> list[httpx.Response]:
-            streams = [self.api.ask("standard", 20, key=key, max_tokens=60) for _ in range(2)]
-            prompts = [self.api.ask("standard", 230, key=key, **{"request-id": f"of-{key}"})]
-            return list(await asyncio.gather(*streams, *prompts))
+            thread = self.api.replicas[0].engine_thread
+            table = thread.engine.scheduler.table
+            gate = await hold(thread)
+            try:
+                streams = [asyncio.create_task(self.api.ask("standard", 20, key=key, max_tokens=60)) for _ in range(2)]
+                while sum(request.is_decoding for request in table.running) < len(streams):
+                    gate = await hold(thread, gate)
+                asking = self.api.ask("standard", 230, key=key, **{"request-id": f"of-{key}"})
+                prompt, num_posted = asyncio.create_task(asking), thread.num_posted
+                await posted(thread, num_posted + 1)
+            finally:
+                gate.set()
+            return list(await asyncio.gather(*streams, prompt))
 
         assert [answer.status_code for answer in self.call(several())] == [200] * 3
 

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from crossdock.cluster.api.batches import run as run_module
+from crossdock.cluster.api.batches import space as space_module
 from crossdock.cluster.api.batches import worker as worker_module
 from crossdock.cluster.api.batches.folder import TERMINAL, BatchFolder
 from crossdock.cluster.api.batches.pace import Pace
@@ -81,6 +82,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FailingFiles:
     monkeypatch.setattr(logging.getLogger("ray.serve"), "disabled", True)  # a traceback for each failure
     monkeypatch.setattr(worker_module, "LOOK_S", 0.002)
     monkeypatch.setattr(run_module, "LOOK_S", 0.002)
+    monkeypatch.setattr(space_module, "_MEASURE_S", 0.0)  # at each question, so that no clock decides what is called
     monkeypatch.setattr(worker_module, "_FAILED_S", (0.001, 0.001))
     return FailingFiles(tmp_path, monkeypatch)
 
@@ -109,7 +111,7 @@ async def test_batch_ends_and_holds_nothing_after_one_file_call_fails(
                     case = Case(tmp_path / f"case{number}", end)
                 files.fail(f"{function} /case{number}{path}", nth, code)
                 try:
-                    async with asyncio.timeout(20):
+                    async with asyncio.timeout(60):
                         await case.run(files)
                 except (AssertionError, TimeoutError) as error:
                     with files.never():

@@ -155,9 +155,8 @@ def test_dashboard_shows_steps_as_they_happen(browser: Browser, open_api: LiveAp
         assert browser.text("#replicas h3").startswith("mixed")
         assert re.search(r"host: [\d,]+ pages, 0\.0 GiB; [\d,]+ loaded, 0 missed", browser.text("#replicas"))
         browser.eventually(lambda: colours(browser) > 4)  # ground, decodes, prompts, lines
-        # The picture has a description. Beside a busy core prompts may be computed before their streams have begun.
         description = "return document.querySelector('canvas').ariaLabel"
-        browser.eventually(lambda: re.search(r"[1-9]\d* with chunks and streams", browser.run(description)), 100)
+        browser.eventually(lambda: re.search(r"[1-9]\d* with chunks and streams", browser.run(description)))
         first = browser.run("return document.querySelector('#replicas li').value")
         browser.eventually(lambda: browser.run("return document.querySelector('#replicas li').value") > first)
         keep(browser, "dashboard-light")
