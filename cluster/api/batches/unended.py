@@ -90,7 +90,8 @@ class Unended:
                 del known.open[name]
                 known.ended.add(name)
             known.unreadable.discard(name)
-        except FileNotFoundError:  # deleted meanwhile
+        except FileNotFoundError:  # deleted meanwhile; where a shared disk only said so, the next look reads it
+            known.open[name] = 0
             known.unreadable.add(name)
         except ValueError as error:
             known.unreadable.add(name)
