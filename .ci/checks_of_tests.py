@@ -1,4 +1,5 @@
-"""Check what a script can of tests: each test asserts something, and none waits for a fixed time or without a deadline.
+"""Check what a script can of tests: each test asserts something, none waits for a fixed time or without a deadline, and
+none gives up a request before a slow machine has answered.
 
 Usage: python .ci/checks_of_tests.py. Prints one line per violation and exits with 1 if there is any. A test asserts
 when it has an assert, expects an exception or a warning, or calls a function of tests that asserts.
@@ -14,9 +15,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST_PAUSE_S = 0.05  # a fixed wait is not long enough on a slow machine, and too long on others
+PATIENCE_S = 60  # of a request; the default of httpx is 5
 FOR_EVER_S = 60.0  # who sleeps so long is there to be killed or cancelled
 ASSERTING = ("assert_", "check_", "raises", "warns", "fail")
 DEADLINES = {"monotonic", "perf_counter", "timeout", "deadline", "wait_for"}
+REQUESTS = {"get", "post", "put", "delete", "request", "stream", "head", "options", "Client", "AsyncClient"}  # of httpx
 ALLOWED = Counter(  # file: waits that were there before this check. May shrink, not grow.
     {
         "tests/benchmarks/test_chaos.py": 1,
@@ -107,6 +110,18 @@ def check_waits(path: str, tree: ast.Module) -> Iterator[str]:
             yield f"{path}:{node.lineno}: waits for {pause} s whatever happens; wait for an event"
 
 
+def check_requests(path: str, tree: ast.Module) -> Iterator[str]:
+    """Yield calls of httpx with too short a timeout. With a transport of its own, a client reaches no server."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Call(func=ast.Attribute(value=ast.Name(id="httpx"), attr=name)) if name in REQUESTS:
+                given = {keyword.arg: keyword.value for keyword in node.keywords}
+                timeout = getattr(given.get("timeout", ast.Constant(0)), "value", PATIENCE_S)
+                is_short = isinstance(timeout, int | float) and timeout < PATIENCE_S
+                if is_short and "transport" not in given:
+                    yield f"{path}:{node.lineno}: a request gives up too early; say timeout={PATIENCE_S}"
+
+
 def _has_deadline(loop: ast.While, tree: ast.Module) -> bool:
     """Whether the loop, or a `with` or call around the loop, names a deadline."""
     around = [
@@ -140,6 +155,7 @@ def violations(sources: dict[str, str]) -> Iterator[str]:
     for path, tree in trees.items():
         if path.rsplit("/", 1)[-1].startswith("test_"):
             yield from check_assertions(path, tree, asserting)
+        yield from check_requests(path, tree)
         found = list(check_waits(path, tree))
         if len(found) > ALLOWED[path]:
             yield from found

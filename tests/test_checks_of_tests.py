@@ -20,6 +20,8 @@ def check() -> ModuleType:
         ("def helper():\n    print()\ndef test_a():\n    helper()\n", "asserts nothing"),
         ("async def test_a():\n    assert 1\n    await asyncio.sleep(0.2)\n", "waits for 0.2 s"),
         ("def test_a():\n    assert 1\n    while f():\n        time.sleep(0.01)\n", "without a deadline"),
+        ("def f():\n    httpx.get(url)\n", "gives up too early"),
+        ("def f():\n    httpx.Client(timeout=20)\n", "gives up too early"),
     ],
 )
 def test_planted_violation_is_reported(check: ModuleType, source: str, complaint: str) -> None:
@@ -38,6 +40,7 @@ def test_planted_violation_is_reported(check: ModuleType, source: str, complaint
         "def test_a():\n    assert 1\n    while time.monotonic() < end:\n        time.sleep(0.1)\n",
         "async def f():\n    async with asyncio.timeout(5):\n        while g():\n            await asyncio.sleep(1)\n",
         "def f():\n    time.sleep(600)\n",
+        "def f():\n    httpx.get(url, timeout=60)\n    httpx.AsyncClient(transport=app)\n",
         "async def f():\n    while g():\n        await asyncio.sleep(0)\n",
     ],
 )

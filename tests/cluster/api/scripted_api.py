@@ -141,7 +141,7 @@ class LiveServer(uvicorn.Server):
             server.close()
         for connection in list(self.server_state.connections):
             connection.shutdown()
-        await until(lambda: not (self.server_state.connections or self.server_state.tasks), seconds=10)
+        await until(lambda: not (self.server_state.connections or self.server_state.tasks))
 
 
 Serve: TypeAlias = Callable[..., httpx.Client]
@@ -157,7 +157,7 @@ def serving(
 ) -> Iterator[httpx.Client]:
     """Serve an API of its own, for a test whose settings differ from those of the fixture `url`."""
     app = one_model_api(engine, tokenizer, config, defaults=defaults)  # type: ignore[arg-type]
-    with LiveServer(app) as url, httpx.Client(base_url=url, timeout=20) as http:
+    with LiveServer(app) as url, httpx.Client(base_url=url, timeout=60) as http:
         yield http
 
 
@@ -180,7 +180,7 @@ def two_ingresses(engine: ScriptedDispatcher, tokenizer: ModelTokenizer, **http:
     apps += [build(1), build(0)]
     with ExitStack() as stack:
         urls = [stack.enter_context(LiveServer(app)) for app in apps]
-        yield [stack.enter_context(httpx.Client(base_url=url, timeout=20)) for url in urls]
+        yield [stack.enter_context(httpx.Client(base_url=url, timeout=60)) for url in urls]
 
 
 def guarded(app: Any, max_body_bytes: int = 10, **options: Any) -> HttpGuard:
@@ -205,7 +205,7 @@ def held_bytes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 def raw(url: str) -> Iterator[socket.socket]:
     """Open a TCP connection, for requests that no HTTP client would send."""
     host, port = url.removeprefix("http://").rstrip("/").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as wire:
+    with socket.create_connection((host, int(port)), timeout=60) as wire:
         yield wire
 
 

@@ -42,7 +42,7 @@ def api(tokenizer: ModelTokenizer) -> Iterator[LiveApi]:
     """Assert at the end that no page is owned and no request is left."""
     with live_api(tokenizer) as server:
         yield server
-        metrics = httpx.get(f"{server.url}/metrics").text
+        metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
         active = [line for line in metrics.splitlines() if line.startswith("crossdock_requests_active")]
         assert active
         assert {line.rsplit(" ", 1)[1] for line in active} == {"0.0"}
@@ -59,7 +59,7 @@ def check(status: int, content_type: str, text: str, *, is_anthropic: bool) -> N
 
 
 def test_document_names_every_endpoint(api: LiveApi) -> None:
-    assert httpx.get(f"{api.url}/openapi.json").json()["paths"].keys() == DOCUMENT["paths"].keys()
+    assert httpx.get(f"{api.url}/openapi.json", timeout=60).json()["paths"].keys() == DOCUMENT["paths"].keys()
     served = {getattr(route, "path", "").replace(":path", "") for route in api.api.app.routes}
     pages = {path for path in served if path.startswith(("/web/", "/dashboard", "/simulator"))}
     assert served - pages - {"/openapi.json", ""} == set(DOCUMENT["paths"])
@@ -144,7 +144,7 @@ def test_any_bytes_are_answered(
 ) -> None:
     head = f"{method} {path} HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n".encode("utf-8", "replace")
     lines = b"".join(name.encode() + b": " + value + b"\r\n" for name, value in headers)
-    with socket.create_connection(("127.0.0.1", int(api.url.rpartition(":")[2])), 20) as wire:
+    with socket.create_connection(("127.0.0.1", int(api.url.rpartition(":")[2])), 60) as wire:
         wire.sendall(head + lines + b"\r\n" + body)
         wire.shutdown(socket.SHUT_WR)
         answer = b""
@@ -156,7 +156,7 @@ def test_any_bytes_are_answered(
     assert not answer or answer.startswith(b"HTTP/1.1 ")
     is_other_version = answer.startswith(b"HTTP/1.1 505")  # such bytes may say that they are HTTP/2
     assert is_other_version or not answer.startswith(b"HTTP/1.1 5"), answer
-    assert httpx.get(f"{api.url}/health").status_code == 200
+    assert httpx.get(f"{api.url}/health", timeout=60).status_code == 200
 
 
 @pytest.mark.soak

@@ -66,7 +66,7 @@ def complete(url: str, prompt: list[int], max_tokens: int = 8, name: str = "", *
 
 
 def served_by(url: str, name: str) -> dict[str, Any]:
-    (found,) = httpx.get(f"{url}/v1/requests/{name}", timeout=30).json()["requests"]
+    (found,) = httpx.get(f"{url}/v1/requests/{name}", timeout=60).json()["requests"]
     timeline: dict[str, Any] = found
     return timeline
 

@@ -173,11 +173,13 @@ def test_real_deployment_updates_from_a_folder_and_from_ray(
         def after_sleep(level: int) -> list[int]:
             """Return the answer to a request that comes while replicas sleep."""
             assert httpx.post(f"{url}/sleep?level={level}", timeout=60).status_code == 200
-            assert httpx.get(f"{url}/is_sleeping").json() == {"is_sleeping": True}
+            assert httpx.get(f"{url}/is_sleeping", timeout=60).json() == {"is_sleeping": True}
             with ThreadPoolExecutor(1) as thread:
                 waiting = thread.submit(answer)
                 in_flight = re.compile(r"^crossdock_ingress_requests(\{.*\})? [1-9]", re.MULTILINE)
-                eventually(lambda: in_flight.search(httpx.get(f"{url}/metrics").text), "no request waits", 60)
+                eventually(
+                    lambda: in_flight.search(httpx.get(f"{url}/metrics", timeout=60).text), "no request waits", 60
+                )
                 assert httpx.post(f"{url}/wake_up", timeout=60).status_code == 200
                 return waiting.result()[0]
 
@@ -201,7 +203,7 @@ def test_real_deployment_updates_from_a_folder_and_from_ray(
             assert whole["weight_versions"] == [{"version": "2", "start": 0, "end": end}]
             events = httpx.post(f"{url}/v1/{path}", json=body | {"stream": True}, timeout=60).text
             assert events.count('"weight_versions":[{"version":"2","start":0') == 1, path
-        told = httpx.get(f"{url}/server_info").json()["vllm_config"]
+        told = httpx.get(f"{url}/server_info", timeout=60).json()["vllm_config"]
         assert told["model_config"]["dtype"] == "torch.float32"
         assert told["weight_transfer_config"] == {"backend": "gloo"}, "a CPU has no NCCL"
         refused = httpx.post(f"{url}/sleep?level=2", timeout=60)
@@ -210,6 +212,6 @@ def test_real_deployment_updates_from_a_folder_and_from_ray(
         wrong = httpx.post(f"{url}/update_weights_from_disk", json={"model_path": "../x"}, timeout=60)
         assert wrong.status_code == 400
         assert httpx.post(f"{url}/pause?mode=keep", timeout=60).json() == {"status": "paused"}
-        assert httpx.get(f"{url}/get_world_size").json() == {"world_size": 1}
+        assert httpx.get(f"{url}/get_world_size", timeout=60).json() == {"world_size": 1}
         assert httpx.post(f"{url}/resume", timeout=60).json() == {"status": "resumed"}
         assert answer()[0] == old

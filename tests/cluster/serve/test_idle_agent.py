@@ -33,7 +33,7 @@ def started(folder: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
 def asked(port: int, wanted: object) -> bytes:
     """Return the answer to a request for a runtime environment, as the raylet asks."""
     request = GetOrCreateRuntimeEnvRequest(serialized_runtime_env=json.dumps(wanted), source_process="raylet")
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     connection.request("POST", "/get_or_create_runtime_env", request.SerializeToString())
     return connection.getresponse().read()
 

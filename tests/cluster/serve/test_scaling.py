@@ -32,7 +32,7 @@ def wait_until_up(count: int) -> None:
 
 def decisions(url: str) -> list[dict[str, Any]] | None:
     """Return the newest decisions of the scaler that runs; None while none answers."""
-    answer = httpx.get(f"{url}/v1/scaling", timeout=30)
+    answer = httpx.get(f"{url}/v1/scaling", timeout=60)
     found: list[dict[str, Any]] | None = answer.json()["data"] if answer.status_code == 200 else None
     return found
 

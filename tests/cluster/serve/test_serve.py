@@ -56,7 +56,7 @@ def test_poisonous_grammars_are_refused_while_a_stream_goes_on(url: str, client:
     prompt = [5, 6, 7] * 5
     steady: dict[str, Any] = {"model": "smol", "prompt": prompt, "max_tokens": 600, "temperature": 0}
     steady["extra_body"] = {"ignore_eos": True}
-    before = [replica["replica"] for replica in httpx.get(f"{url}/v1/replicas").json()["data"]]
+    before = [replica["replica"] for replica in httpx.get(f"{url}/v1/replicas", timeout=60).json()["data"]]
     stream = client.completions.create(**steady, stream=True)
     first = next(stream).choices[0].text
     patient = client.with_options(max_retries=9)  # 429: on a busy machine the grammar before is still being compiled
@@ -65,7 +65,7 @@ def test_poisonous_grammars_are_refused_while_a_stream_goes_on(url: str, client:
             patient.completions.create(model="smol", prompt="a", max_tokens=4, extra_body=body)
         assert refused.value.param == next(iter(body))
     text = first + "".join(chunk.choices[0].text for chunk in stream)
-    assert [replica["replica"] for replica in httpx.get(f"{url}/v1/replicas").json()["data"]] == before
+    assert [replica["replica"] for replica in httpx.get(f"{url}/v1/replicas", timeout=60).json()["data"]] == before
     assert text == client.completions.create(**steady).choices[0].text
     wait_until_idle(url)
 
@@ -190,14 +190,14 @@ def test_request_is_found_by_its_id_at_either_ingress(client: openai.OpenAI, url
     )
     assert answer.model_extra == {"service_tier": "priority"}
     for _ in range(4):
-        found = httpx.get(f"{url}/v1/requests/followed").json()["requests"]
+        found = httpx.get(f"{url}/v1/requests/followed", timeout=60).json()["requests"]
         assert [one["slo_class"] for one in found] == ["interactive"] * 2
         for one in found:
             assert one["num_prompt_tokens"] == 600 == one["chunks"][-1]["start"] + one["chunks"][-1]["num_tokens"]
             assert (one["state"], one["num_output_tokens"], one["num_decode_steps"]) == ("finished", 4, 3)
             assert one["replica"]
-    assert httpx.get(f"{url}/v1/requests/unknown").status_code == 404
-    assert httpx.get(f"{url}/v1/requests").json() == {"object": "list", "data": []}
+    assert httpx.get(f"{url}/v1/requests/unknown", timeout=60).status_code == 404
+    assert httpx.get(f"{url}/v1/requests", timeout=60).json() == {"object": "list", "data": []}
 
 
 def test_responses_and_messages_are_the_chat_and_are_found_at_either_ingress(client: openai.OpenAI, url: str) -> None:
@@ -205,21 +205,25 @@ def test_responses_and_messages_are_the_chat_and_are_found_at_either_ingress(cli
     chat = client.chat.completions.create(model="smol", messages=question, max_tokens=20, temperature=0)
     text = chat.choices[0].message.content
     fields = {"model": "smol", "temperature": 0}
-    message = httpx.post(f"{url}/v1/messages", json={**fields, "messages": question, "max_tokens": 20}).json()
+    message = httpx.post(
+        f"{url}/v1/messages", json={**fields, "messages": question, "max_tokens": 20}, timeout=60
+    ).json()
     assert [block["text"] for block in message["content"]] == [text]
     first = client.responses.create(model="smol", input=question, max_output_tokens=20, temperature=0)
     assert first.output_text == text
     path = f"{url}/v1/responses/{first.id}"
-    found = [httpx.get(path).json() for _ in range(8)]  # each by a connection of its own, so at both ingresses
+    found = [
+        httpx.get(path, timeout=60).json() for _ in range(8)
+    ]  # each by a connection of its own, so at both ingresses
     assert all(one == found[0] for one in found)
     talk = [*question, {"role": "assistant", "content": text}, {"role": "user", "content": "And of Italy?"}]
     expected = client.chat.completions.create(model="smol", messages=talk, max_tokens=20, temperature=0)
     body = {**fields, "input": "And of Italy?", "max_output_tokens": 20, "previous_response_id": first.id}
     for _ in range(4):
-        [item] = httpx.post(f"{url}/v1/responses", json=body).json()["output"]
+        [item] = httpx.post(f"{url}/v1/responses", json=body, timeout=60).json()["output"]
         assert item["content"][0]["text"] == expected.choices[0].message.content
-    assert httpx.delete(path).status_code == 200
-    assert {httpx.get(path).status_code for _ in range(8)} == {404}
+    assert httpx.delete(path, timeout=60).status_code == 200
+    assert {httpx.get(path, timeout=60).status_code for _ in range(8)} == {404}
 
 
 def test_requests_that_would_miss_their_first_token_target_get_429(url: str) -> None:

@@ -42,6 +42,6 @@ def test_adapter_loaded_at_one_ingress_is_served_by_both(url: str, small_model_d
     for _ in range(6):  # requests go to both ingresses
         assert answer("one").json()["choices"][0]["token_ids"] == wanted
     assert answer("smol").json()["choices"][0]["token_ids"] != wanted
-    assert "crossdock_adapter_loads_total" in httpx.get(f"{url}/metrics").text
+    assert "crossdock_adapter_loads_total" in httpx.get(f"{url}/metrics", timeout=60).text
     assert httpx.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": "one"}, timeout=60).status_code == 200
     assert [answer("one").status_code for _ in range(6)] == [404] * 6

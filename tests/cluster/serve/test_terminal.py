@@ -124,7 +124,7 @@ def test_replica_that_is_killed_is_one_sentence_and_what_it_did_goes_on(served: 
 
 
 def data(url: str, path: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = httpx.get(f"{url}/v1/{path}").json()["data"]
+    found: list[dict[str, Any]] = httpx.get(f"{url}/v1/{path}", timeout=60).json()["data"]
     return found
 
 

@@ -52,7 +52,7 @@ def config(
 
 def budgets(url: str) -> dict[str, int]:
     """Return max_num_batched_tokens of each replica, as one of the ingresses knows it."""
-    data = httpx.get(f"{url}/v1/replicas", timeout=30).json()["data"]
+    data = httpx.get(f"{url}/v1/replicas", timeout=60).json()["data"]
     return {replica["replica"]: replica["profile"]["max_num_batched_tokens"] for replica in data}
 
 

@@ -69,14 +69,14 @@ class Pty:
 
     def close(self) -> int:
         """Return the exit status, once the command has ended."""
-        code = self.process.wait(timeout=20)
+        code = self.process.wait(timeout=60)
         os.close(self._master)
         return code
 
     def vanish(self) -> int:
         """Close the terminal under the running command, and return the exit status."""
         os.close(self._master)
-        return self.process.wait(timeout=20)
+        return self.process.wait(timeout=60)
 
 
 def _own_terminal() -> None:

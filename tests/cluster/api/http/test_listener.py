@@ -127,7 +127,7 @@ async def test_idle_connection_ends_after_an_answer(monkeypatch: pytest.MonkeyPa
 
 
 async def test_bodies_and_several_requests_do_not_count_as_head() -> None:
-    async with listening() as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+    async with listening() as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
         for number in range(4):
             headers = {f"x-{place}": "v" * 1000 for place in range(50)}
             body = bytes([65 + number]) * (10 * MAX_HEAD_BYTES)

@@ -144,7 +144,7 @@ async def test_answer_counts_until_it_is_read() -> None:
 
     port = free_port()
     server = await listen(guarded(app, memory=Shares(20 * MIB)), "127.0.0.1", port)
-    async with asyncio.timeout(60), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as http:
+    async with asyncio.timeout(60), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
         with unread(port, b"GET / HTTP/1.1\r\nhost: a\r\n\r\n") as wire:
             wire.setblocking(False)
             loop, received = asyncio.get_running_loop(), 0

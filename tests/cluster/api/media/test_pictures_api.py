@@ -256,7 +256,7 @@ def test_model_of_text_refuses_pictures_of_every_api(tokenizer: ModelTokenizer) 
     app = one_model_api(dispatcher, tokenizer, HttpConfig())  # type: ignore[arg-type]
     url = png()
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(b"x").decode()}
-    with LiveServer(app) as server, httpx.Client(base_url=server) as http:
+    with LiveServer(app) as server, httpx.Client(base_url=server, timeout=60) as http:
         chat = {"messages": [{"role": "user", "content": [TEXT, image_part(url)]}]}
         error = refused(http.post("/v1/chat/completions", json=chat), 400, param="messages[0].content[1]")
         assert "takes text only" in error["message"]

@@ -73,12 +73,12 @@ def test_run_with_the_costs_of_this_server_differs_from_the_run_of_a_preset(api:
     ],
 )
 def test_wrong_field_is_named(api: LiveApi, name: str, value: str) -> None:
-    answer = httpx.get(f"{api.url}/v1/simulator", params={name: value})
+    answer = httpx.get(f"{api.url}/v1/simulator", params={name: value}, timeout=60)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, name)
 
 
 def test_server_with_keys_simulates_for_none_without_one(guarded: LiveApi) -> None:
-    assert httpx.get(f"{guarded.url}/v1/simulator").status_code == 401
+    assert httpx.get(f"{guarded.url}/v1/simulator", timeout=60).status_code == 401
 
 
 def test_scenario_beyond_the_limits_of_its_process_is_refused_and_the_next_is_answered(

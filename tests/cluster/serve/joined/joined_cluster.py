@@ -67,7 +67,7 @@ class OtherTeam:
             asking.join()
 
     def _ask(self) -> None:
-        with httpx.Client() as client:
+        with httpx.Client(timeout=60) as client:
             while not self._end.wait(0.05):
                 try:
                     text = client.get(self.url, timeout=30).text

@@ -70,7 +70,7 @@ def url(cluster: JoinedCluster, name: str) -> str:
 def models(base: str) -> list[str]:
     """Return the models of an API; empty where none answers, as when Serve's proxy does not know the route yet."""
     try:
-        found = httpx.get(f"{base}/v1/models", timeout=30)
+        found = httpx.get(f"{base}/v1/models", timeout=60)
     except httpx.ConnectError:
         return []
     return [model["id"] for model in found.json()["data"]] if found.status_code == 200 else []
@@ -120,7 +120,7 @@ def test_applications_of_ours_answer_side_by_side_below_their_routes(
                     ).status_code
                     == 200
                 ), link
-    servers = httpx.get(f"{url(cluster, 'second')}/openapi.json").json()["servers"]
+    servers = httpx.get(f"{url(cluster, 'second')}/openapi.json", timeout=60).json()["servers"]
     assert servers == [{"url": "/second/llm"}]
     assert cluster.team.answers(), cluster.team.wrong
 
@@ -244,7 +244,7 @@ def test_application_that_others_replace_is_left_to_them(
     assert process.wait(60) == 1
     message = "error: application 'fourth' has been deleted or replaced by another user of the Ray cluster\n"
     assert log.read_text().endswith(message)
-    assert httpx.get(f"{cluster.url}/fourth").text == "hello of team C"
+    assert httpx.get(f"{cluster.url}/fourth", timeout=60).text == "hello of team C"
     cluster.team.call("delete", "fourth")
     assert cluster.team.answers(), cluster.team.wrong
 

@@ -237,7 +237,7 @@ def shipping_stream(url: str, max_tokens: int = 24, stops: psutil.Process | None
 
 def timelines(url: str, request_id: str) -> list[dict[str, Any]]:
     """Return the timelines of a request at the replicas that worked for it."""
-    answer = httpx.get(f"{url}/v1/requests/{request_id}", timeout=30)
+    answer = httpx.get(f"{url}/v1/requests/{request_id}", timeout=60)
     found: list[dict[str, Any]] = answer.json()["requests"] if answer.status_code == 200 else []
     return found
 
@@ -257,7 +257,7 @@ def arriving(url: str, request_id: str) -> str | None:
 
 def scrape(url: str) -> str:
     """Return the metrics of a server that holds no text for others who ask."""
-    return httpx.get(f"{url}/metrics", timeout=30).text
+    return httpx.get(f"{url}/metrics", timeout=60).text
 
 
 def samples(url: str, name: str) -> dict[str, float]:

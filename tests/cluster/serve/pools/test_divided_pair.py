@@ -58,7 +58,7 @@ def test_prompts_shipped_between_divided_replicas_have_the_tokens_of_one_rank(
         for asked, stream in zip(prompts, streams[-1], strict=True):
             assert_greedy(oracle, asked, stream.result(), 24)
     pools.wait_until_whole(url)
-    for replica in httpx.get(f"{url}/v1/replicas", timeout=30).json()["data"]:
+    for replica in httpx.get(f"{url}/v1/replicas", timeout=60).json()["data"]:
         assert replica["profile"]["page_bytes"] == PAGE_BYTES
     legs = [leg for turn in streams for stream in turn for leg in stream.timelines() if leg["transfers"]]
     assert any(leg["num_cached_tokens"] for leg in legs), "the pair begins with cached pages"
