@@ -1,8 +1,10 @@
-"""Make the picture of the dashboard in README: of a real server, under a real load.
+"""Make pictures of the dashboard: of a real server, under a real load. Needs Debian's chromium and chromium-driver.
 
-    python benchmarks/screenshots.py            # a minute; needs Debian's packages chromium and chromium-driver
+    python benchmarks/screenshots.py                  # a minute: docs/dashboard.png, the picture in README
+    python benchmarks/screenshots.py --replicas 16    # two minutes: benchmarks/records/dashboard-16.png
 
-Four chats stream while prompts of 2,048 tokens arrive one after the other. Writes docs/dashboard.png.
+One replica computes: four chats stream while prompts of 2,048 tokens arrive one after the other. Several replicas are
+emulated, slowly enough for two cores, and the usual mix comes with four requests a second.
 """
 
 import argparse
@@ -23,6 +25,8 @@ from tests.cluster.api.routes.browser import Browser
 
 LOAD_S = 18.0  # seconds of load before the first picture: more than the dashboard's window of 15 s
 SIZE = (1200, 760)  # pixels
+SIZE_OF_FLEET = (1200, 1100)
+REPLICAS_AT_SPEED = 4  # that two cores carry as fast as an H100
 
 
 def load(address: str) -> None:
@@ -32,9 +36,14 @@ def load(address: str) -> None:
     asyncio.run(run_bench(BenchOptions(url=address, workload="interference", interference=plan, **sizes)))
 
 
-def take(browser: Browser, url: str, path: Path) -> None:
+def load_of_fleet(address: str) -> None:
+    """Send the usual mix to a fleet until the picture has been taken."""
+    asyncio.run(run_bench(BenchOptions(url=address, workload="mix", request_rate=4.0, duration=3 * LOAD_S)))
+
+
+def take(browser: Browser, url: str, path: Path, size: tuple[int, int]) -> None:
     """Save a picture of the page, once it shows steps as they happen."""
-    browser.resize(*SIZE)
+    browser.resize(*size)
     browser.prefers("light")
     browser.open(url)
     browser.eventually(lambda: browser.text("#state").startswith("live"), 60)
@@ -46,15 +55,22 @@ def take(browser: Browser, url: str, path: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, default=1, help="how many; several are emulated")
     add_server_options(parser, "screenshots", 8423)
     args = parser.parse_args()
-    with crossdock_server(args) as server:
-        url = f"{server.address}/dashboard"
-        threading.Thread(target=load, args=(server.address,), daemon=True).start()
+    flags: list[str] = []
+    path, size, send = ROOT / "docs" / "dashboard.png", SIZE, load
+    if args.replicas > 1:
+        times_slower = max(1, args.replicas // REPLICAS_AT_SPEED)
+        flags = [f"--pools=mixed={args.replicas}", f"--device=emulated:h100-8b*{times_slower}"]
+        path, size = ROOT / "benchmarks" / "records" / f"dashboard-{args.replicas}.png", SIZE_OF_FLEET
+        send = load_of_fleet
+    with crossdock_server(args, *flags) as server:
+        threading.Thread(target=send, args=(server.address,), daemon=True).start()
         time.sleep(LOAD_S)
         browser = Browser()
         try:
-            take(browser, url, ROOT / "docs" / "dashboard.png")
+            take(browser, f"{server.address}/dashboard", path, size)
         finally:
             browser.close()
 
