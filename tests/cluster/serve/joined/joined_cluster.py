@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ RAY = Path(sys.executable).with_name("ray")
 PATIENT_RAY = Path(__file__).with_name("patient_ray.py")
 GREETING = "hello of team B"
 NUM_STARTS = 3
+START_S = 240.0  # of one start, which takes 50 s beside ten busy processes on two slow cores
 
 
 @dataclass
@@ -70,7 +72,7 @@ class OtherTeam:
         with httpx.Client(timeout=60) as client:
             while not self._end.wait(0.05):
                 try:
-                    text = client.get(self.url, timeout=30).text
+                    text = client.get(self.url, timeout=60).text
                 except httpx.HTTPError as error:
                     text = repr(error)
                 self.num_answers += 1
@@ -126,7 +128,7 @@ def joined_cluster() -> Iterator[JoinedCluster]:
         "RAY_TMPDIR": folder,
         "RAY_AUTH_MODE": "token",
         "RAY_AUTH_TOKEN_PATH": str(token),
-        "RAY_DASHBOARD_STARTUP_TIMEOUT_S": "240",
+        "RAY_DASHBOARD_STARTUP_TIMEOUT_S": f"{START_S:.0f}",
         "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # "no": all ports on loopback
     }
     with ExitStack() as stack:
@@ -155,34 +157,43 @@ def joined_cluster() -> Iterator[JoinedCluster]:
 def _head(environment: dict[str, str], log: Path) -> tuple[subprocess.Popen[bytes], dict[str, int]]:
     """Start a cluster's head. Return its process, and its ports by the names of their flags.
 
-    A client may have taken a port meanwhile, which is not what a test looks for: a start that ended is tried again, on
-    other ports.
+    A client may have taken a port meanwhile, which is not what a test looks for: a start that ended, or that does not
+    end, is tried again, on other ports.
     """
     said = []
     for _ in range(NUM_STARTS):
         ports = {name: free_port() for name in ("port", "dashboard-port", "dashboard-agent-listen-port")}
         head = _start(environment, log, ports)
-        if head.poll() is None:
-            return head, ports
-        said.append(log.read_text())
+        with contextlib.suppress(AssertionError):
+            eventually(partial(_has_started, head, log), seconds=START_S)
+            if head.poll() is None:
+                return head, ports
+        said.append(_said(log))
         _end(head, log.parent)
-    raise AssertionError(f"Ray did not start in {NUM_STARTS} tries: {said}")
+    raise AssertionError(f"Ray did not start in {NUM_STARTS} tries:\n" + "\n\n".join(said))
 
 
 def _start(environment: dict[str, str], log: Path, ports: dict[str, int]) -> subprocess.Popen[bytes]:
-    """Start a head, and wait until it says that it runs, or has ended."""
+    """Start a head."""
     flags = [f"--{name}={port}" for name, port in ports.items()]
     flags += ["--min-worker-port=0", "--max-worker-port=0", "--node-ip-address=127.0.0.1"]
     flags += ["--num-cpus=16", "--object-store-memory=80000000", "--disable-usage-stats", "--block"]
     with log.open("w") as output:
         command = [sys.executable, PATIENT_RAY, "start", "--head", *flags]
-        head = subprocess.Popen(command, env=environment, stdout=output, stderr=output)
-    try:
-        eventually(lambda: "Ray runtime started" in log.read_text() or head.poll() is not None, log.read_text, 240)
-    except AssertionError:
-        _end(head, log.parent)
-        raise
-    return head
+        return subprocess.Popen(command, env=environment, stdout=output, stderr=output)
+
+
+def _has_started(head: subprocess.Popen[bytes], log: Path) -> bool:
+    """Return whether a head says that it runs, or has ended."""
+    return "Ray runtime started" in log.read_text() or head.poll() is not None
+
+
+def _said(log: Path) -> str:
+    """Return what a head has said, and the newest lines of its processes' logs."""
+    files = {log, *log.parent.glob("ray/session_latest/logs/*.*")}
+    return "\n".join(
+        f"{file.name}: {file.read_text(errors='replace')[-500:]}" for file in sorted(files) if file.is_file()
+    )
 
 
 def _end(head: subprocess.Popen[bytes], folder: str | Path) -> None:

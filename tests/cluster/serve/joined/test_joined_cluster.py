@@ -17,7 +17,7 @@ from tests.cluster.serve.joined.joined_cluster import JoinedCluster, joined_clus
 from tests.cluster.watch.terminal import COMMAND
 from tests.waiting import eventually
 
-pytestmark = pytest.mark.timeout(600)  # six starts at once, on a machine that may be busy
+pytestmark = pytest.mark.timeout(900)  # six starts at once, on a machine that may be busy
 
 SERVE = (COMMAND, "serve", "--device", "emulated:h100-8b")
 SERVED = ("first", "second", "third", "fourth")  # the first one at the default name and route
