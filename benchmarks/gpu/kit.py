@@ -13,6 +13,7 @@ import shutil
 import sys
 import tarfile
 import tempfile
+import tomllib
 import zipfile
 from pathlib import Path
 
@@ -66,7 +67,7 @@ def unpack(kit: Path, sites: Path) -> None:
 
 
 def environment(root: Path, cache: Path, kit: Path | None, is_dry: bool) -> dict[str, str]:
-    """Return the environment in which the checkout at `root` is importable as crossdock, and the kit's packages are.
+    """Return the environment in which the checkout at `root` is the package crossdock, and the kit's packages are found.
 
     Compiled kernels are kept below `cache`, for the next call on the same machine.
     """
@@ -74,6 +75,10 @@ def environment(root: Path, cache: Path, kit: Path | None, is_dry: bool) -> dict
     link.parent.mkdir(parents=True, exist_ok=True)
     if not link.is_symlink():
         link.symlink_to(root, target_is_directory=True)
+    version = tomllib.loads((root / "pyproject.toml").read_text())["project"]["version"]
+    installed = link.parent / "crossdock.dist-info"  # servers read their version there
+    installed.mkdir(exist_ok=True)
+    (installed / "METADATA").write_text(f"Metadata-Version: 2.1\nName: crossdock\nVersion: {version}\n")
     paths = [str(link.parent)]
     if kit is not None:
         unpack(kit, cache / "site")

@@ -365,11 +365,16 @@ def test_kit_is_unpacked_once_and_is_importable(gpu: Callable[[str], Any], tmp_p
     values = kit.environment(ROOT, tmp_path / "cache", tmp_path / "kit", True)
     assert sorted(path.name for path in site.iterdir()) == [".kit", "one"]
     assert values["PYTHONPATH"].split(os.pathsep)[1] == str(site)
-    program = "import crossdock.kernels.options as m, os; print(os.path.realpath(m.__file__))"
+    program = (
+        "import crossdock.kernels.options as m, importlib.metadata as of, os; print(os.path.realpath(m.__file__)); "
+        "found = of.distribution('crossdock'); print(found.locate_file(''), found.version)"
+    )
     done = subprocess.run(
         [sys.executable, "-c", program], env=values, cwd="/", capture_output=True, text=True, check=True
     )
-    assert done.stdout.strip() == str((ROOT / "kernels" / "options.py").resolve()), "this checkout, not another"
+    file, installed = done.stdout.splitlines()
+    assert file == str((ROOT / "kernels" / "options.py").resolve()), "this checkout, not another"
+    assert installed.startswith(f"{tmp_path / 'cache' / 'import'} "), "servers say their version"
     (site / "one" / "data").write_text("kept")
     kit.unpack(tmp_path / "kit", site.parent)
     assert (site / "one" / "data").read_text() == "kept", "the same kit is not unpacked again"

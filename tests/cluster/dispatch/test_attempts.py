@@ -243,6 +243,7 @@ async def test_ingress_that_stops_reading_under_load_ends_there_and_nowhere_else
         assert set(client.engine_thread.channels) == {"test"}
 
 
+@pytest.mark.timeout(900)  # half a minute beside 16 busy processes; once more than five
 async def test_thousand_outputs_at_once_all_come() -> None:
     client = InProcess()
     async with serving(
