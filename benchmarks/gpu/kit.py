@@ -67,7 +67,7 @@ def unpack(kit: Path, sites: Path) -> None:
 
 
 def environment(root: Path, cache: Path, kit: Path | None, is_dry: bool) -> dict[str, str]:
-    """Return the environment in which the checkout at `root` is the package crossdock, and the kit's packages are found.
+    """Return the environment in which the checkout at `root` is the package crossdock, beside those of the kit.
 
     Compiled kernels are kept below `cache`, for the next call on the same machine.
     """
