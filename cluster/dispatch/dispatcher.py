@@ -66,6 +66,7 @@ class ModelCard:
     max_model_len: int  # tokens
     vocab_size: int
     cache_page_size: int = 0  # tokens of a page that prompts share; 0: they share none
+    least_output: int = 1  # tokens that are computed even for no output; 0: by a text encoder
 
 
 class TokenSource(Protocol):
@@ -123,7 +124,8 @@ class Dispatcher:
     def join(self, name: str, client: EngineClient, profile: SchedulingProfile) -> None:
         """Serve requests on a replica that is up. `profile`: its advertised profile."""
         shared = profile.page_size if profile.caches_prefixes else 0
-        self._card = ModelCard(self._model_name, self._created, profile.max_model_len, profile.vocab_size, shared)
+        sizes = profile.max_model_len, profile.vocab_size, shared, int(profile.generates)
+        self._card = ModelCard(self._model_name, self._created, *sizes)
         self._connections.join(name, client, profile)
 
     # -- requests ----------------------------------------------------------------------------------------------------

@@ -23,8 +23,11 @@ class LocalReplica:
 
     def __init__(self, engine: Engine, model_name: str) -> None:
         self.engine = engine
-        model = engine.model
-        self.model = ModelCard(model_name, int(time.time()), model.max_model_len, model.vocab_size)
+        executor = engine.executor
+        least = 0 if executor.model is None else 1
+        self.model = ModelCard(
+            model_name, int(time.time()), executor.max_model_len, executor.vocab_size, least_output=least
+        )
         self._deltas: dict[str, asyncio.Queue[TokenDelta]] = {}  # by request, those in flight
         self._stepping: asyncio.Task[None] | None = None
 

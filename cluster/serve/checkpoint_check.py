@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from crossdock.workers.model.loaders.objects import bytes_of_weights
+from crossdock.workers.model.text_files import text_answer
 from crossdock.workers.model.weights.scheme import PLAIN, Scheme, check_asked, scheme_at
 from crossdock.workers.model.weights.untrusted import check_index, read_config_file
 
@@ -38,7 +39,7 @@ def check_checkpoint(folder: Path, *, needs_tokenizer: bool = True, quantization
             f"model: {file} has model_type {kind!r}, which transformers {version('transformers')} does not know; "
             "models that bring code of their own are not served (docs/models.md)"
         )
-    if not _generates_text(kind):
+    if text_answer(folder) is None and not _generates_text(kind):
         raise ValueError(
             f"model: {file} has model_type {kind!r}, for which transformers {version('transformers')} has no model "
             "that generates text (AutoModelForCausalLM, AutoModelForImageTextToText); docs/models.md has what is served"

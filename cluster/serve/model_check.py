@@ -20,8 +20,10 @@ from crossdock.workers.model.context_length import longest_request, own_length
 from crossdock.workers.model.loaders.objects import origin_of
 from crossdock.workers.model.lora.adapter_files import read_adapter
 from crossdock.workers.model.memory.memory_budget import ON_CPUS
+from crossdock.workers.model.text_files import answer_of, longest_text
 from crossdock.workers.model.weights.scheme import PLAIN, scheme_at
 from crossdock.workers.model.weights.untrusted import naming, read_config_file, read_json_if_any
+from crossdock.workers.replica.text_settings import check_text_settings
 from crossdock.workers.report.kv_events import NEEDS_PYZMQ
 
 _INDEX = "model.safetensors.index.json"
@@ -45,6 +47,9 @@ def check_model(config: ClusterConfig, folder: Path, *, has_gpus: bool) -> None:
     kinds = view.fields.get("layer_types")
     if isinstance(kinds, list):
         require_served_layers(str(fields.get("model_type")), map(str, kinds))
+    if answer_of(fields, folder) is not None:
+        _check_text_encoder(config, folder, fields)
+        return
     longest_request(view, config.model.max_model_len)
     if any((pool.engine or config.engine).kv_events for pool in config.pools) and not has_package("zmq"):
         raise ValueError(NEEDS_PYZMQ)
@@ -58,6 +63,23 @@ def check_model(config: ClusterConfig, folder: Path, *, has_gpus: bool) -> None:
         is_on_cpu = pool.num_gpus == 0 or (pool.num_gpus is None and not has_gpus)
         require_backend((pool.engine or config.engine).attention_backend, is_on_cpu=is_on_cpu)
         _check_pages(config, pool, view, is_on_cpu=is_on_cpu)
+
+
+def _check_text_encoder(config: ClusterConfig, folder: Path, fields: Mapping[str, Any]) -> None:
+    """Check the files of a text encoder, and the settings that it can have. ValueError: names the one that is wrong."""
+    longest = longest_text(folder, fields, config.model.max_model_len)
+    if config.http.rollouts:
+        raise ValueError("http.rollouts: the weights of a text encoder are not replaced while it runs; leave it out")
+    for pool in config.pools:
+        spec = config.replica_spec(pool)
+        check_text_settings(spec)
+        tokens = spec.engine.max_num_batched_tokens
+        if 0 < tokens < longest:
+            raise ValueError(
+                f"engine.max_num_batched_tokens ({tokens}) must be 0 or at least the longest text ({longest} tokens), "
+                "which one step reads whole; or lower model.max_model_len (--max-model-len)"
+            )
+    _check_layers(folder, fields, _shapes_in(folder))
 
 
 class _ConfigView:

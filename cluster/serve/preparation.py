@@ -9,6 +9,7 @@ from crossdock.cluster.serve.gpus import check_cores_suffice, check_gpus_suffice
 from crossdock.cluster.serve.model_check import check_model
 from crossdock.workers.model.loaders.objects import bytes_of_weights
 from crossdock.workers.model.memory.host_memory import free_on_host
+from crossdock.workers.model.text_files import text_answer
 from crossdock.workers.model.weights.scheme import Scheme
 from crossdock.workers.report.presets import HOW_FAR_OFF
 
@@ -77,5 +78,10 @@ def require_devices(config: ClusterConfig, num_gpus: float) -> None:
     models = [with_num_gpus(each, num_gpus > 0) for each in config.each_model]
     if config.models:
         check_cores_suffice(models, os.cpu_count() or 1)
-        check_memory_suffices(models, lambda model: bytes_of_weights(resolve_model(model)), free_on_host())
+        check_memory_suffices(
+            models,
+            lambda model: bytes_of_weights(resolve_model(model)),
+            free_on_host(),
+            lambda model: text_answer(resolve_model(model)) is None,
+        )
     check_gpus_suffice(models, num_gpus)

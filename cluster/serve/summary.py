@@ -28,6 +28,9 @@ def summary(replicas: Sequence[Mapping[str, Any]], used: int | None = None, free
         machine = members[0]["machine"]
         title = f"{name}: " if len(pools) > 1 else ""
         lines.append(f"Machine: {title}{_machine(machine, profile, len(members))}")
+        if not profile.generates:
+            lines.append(f"Texts: {title}{_texts(profile)}")
+            continue
         lines.append(f"KV pages: {title}{_pages(machine, profile)}")
         lines.append(f"Speed: {title}{_speed(profile)}")
     if used is not None and free is not None and lines:
@@ -69,6 +72,18 @@ def _pages(machine: Mapping[str, Any], profile: SchedulingProfile) -> str:
     kind = ", counted and not stored" if is_emulated else f" in {machine['kv_dtype']}"
     windows = ", where layers with a window keep no more than their window" if any(profile.windows) else ""
     return f"{tokens}{kind}{windows}; the longest context is {profile.max_model_len:,} tokens"
+
+
+def _texts(profile: SchedulingProfile) -> str:
+    """Return what a text encoder reads, and how fast."""
+    longest = profile.max_model_len
+    seconds = profile.cost.prefill_seconds(0, longest, longest)
+    short = min(64, longest)
+    rate = short / max(profile.cost.prefill_seconds(0, short, short), 1e-9)
+    return (
+        f"up to {longest:,} tokens each, which take {seconds:.2f} s; alone, texts of {short} tokens are read at "
+        f"{rate:,.0f} tokens a second; no KV pages"
+    )
 
 
 def _speed(profile: SchedulingProfile) -> str:

@@ -67,6 +67,7 @@ class SchedulingProfile(BaseModel):
     caches_prefixes: bool = True
     kernels: str = ""  # which compute the matrix products of fused layers on a CPU; empty: transformers' own code does
     peer: bytes = b""  # address for KV transfers; empty: the replica makes none
+    generates: bool = True  # False: a text encoder, whose requests have no output and keep no pages
     cost: StepCost  # as measured at the start
     encoder_cost: EncoderCost | None = None  # of pictures, as measured at the start; None: prompts are text alone
     encoder_tokens: int = 0  # of embeddings, that the replica keeps

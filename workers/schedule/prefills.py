@@ -90,6 +90,10 @@ class PrefillScheduler:
         cost = self.forecast.cost
         if cost is None or not meaning_of(config.chunk_policy).fits_streams or not config.enable_chunked_prefill:
             budget = fixed_chunk_budget(config.max_num_batched_tokens, len(decodes), config.enable_chunked_prefill)
+            if cost is not None and meaning_of(config.chunk_policy).fits_streams and not self._has_streams(decodes):
+                budget.cost = cost
+                budget.seconds = self._idle_step(prefills, cost)
+                budget.reason = f"idle step of {budget.seconds * 1e3:.0f} ms"
         else:
             streams = [each for each in table.running if each.is_decoding and each.id not in skipped]
             arriving = [self.forecast.second_token_due(each, table.now) for each in table.arriving()]
@@ -127,6 +131,10 @@ class PrefillScheduler:
         budget.row_tile = self.row_tile
         budget.rows = sum(part.num_tokens for part in decodes)
         return budget
+
+    def _has_streams(self, decodes: Sequence[Scheduled]) -> bool:
+        """Return whether a stream runs, in the step or not."""
+        return bool(decodes) or any(each.is_decoding for each in self.table.running)
 
     def _idle_step(self, prefills: Sequence[Request], cost: StepCost) -> float:
         """Return the seconds of the longest step for chunks of `prefills` beside no stream."""

@@ -1,55 +1,94 @@
-"""The head of a decoder that classifies: from a text's last hidden state to a number for each label."""
+"""The head of a model that classifies: from what is computed of a text to a number for each label."""
 
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 _SUFFIX = "ForSequenceClassification"  # of the classes of transformers that have such a head
-_NAME = "score.weight"  # of decoders' heads; those of encoders have other names and layers
+_NAME = "score.weight"  # of decoders' heads; text encoders apply theirs in the replica
 _MOST_HEADER_BYTES = 100 << 20  # as safetensors
 _DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
-_ACTIVATIONS = {"regression": "none", "single_label_classification": "softmax", "multi_label_classification": "sigmoid"}
+Activation: TypeAlias = Literal["softmax", "sigmoid", "none"]
+_NAMED: Mapping[str, Activation] = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
+_ACTIVATIONS: Mapping[str, Activation] = {
+    "regression": "none",
+    "single_label_classification": "softmax",
+    "multi_label_classification": "sigmoid",
+}
 
 
 @dataclass(frozen=True, slots=True)
 class ClassifierHead:
-    """A matrix without bias, applied to the hidden state of a text's last token."""
+    """A decoder's matrix without bias, applied to the hidden state of a text's last token. Or the activation alone of
+    a text encoder's labels."""
 
-    weight: NDArray[np.float32]  # [L, E]
+    weight: NDArray[np.float32] | None  # [L, E]; None: replicas apply the head
     labels: Sequence[str]
-    activation: Literal["softmax", "sigmoid", "none"]
+    activation: Activation
 
     @classmethod
-    def read(cls, model: Path, config: Mapping[str, Any]) -> Self | None:
+    def read(cls, model: Path, config: Mapping[str, Any], *, is_encoder: bool = False) -> Self | None:
         """Return the head in a model directory; None: its config.json names no class that has one.
 
+        `is_encoder`: the model is a text encoder.
+
         Raises:
-            ValueError: the head is not that of a decoder, or is not as its config.json says.
+            ValueError: the head is neither that of a decoder nor of a text encoder, or not as its config.json says.
         """
         names = config.get("architectures")
         if not isinstance(names, list) or not str(name := next(iter(names), "")).endswith(_SUFFIX):
             return None
-        weight = _tensor(model, name)
         labels = config.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
-        if not isinstance(labels, dict) or sorted(labels) != sorted(map(str, range(len(weight)))):
-            raise ValueError(f"{model / 'config.json'}: id2label must name labels 0 to {len(weight) - 1}")
-        activation = _ACTIVATIONS.get(str(config.get("problem_type")), "softmax" if len(weight) > 1 else "sigmoid")
-        return cls(weight, [str(labels[str(i)]) for i in range(len(weight))], activation)  # type: ignore[arg-type]
+        weight = None if is_encoder else _tensor(model, name)
+        number = len(labels) if weight is None else len(weight)
+        if not isinstance(labels, dict) or sorted(labels) != sorted(map(str, range(number))):
+            raise ValueError(f"{model / 'config.json'}: id2label must name labels 0 to {number - 1}")
+        activation = _named_activation(model, config) or _ACTIVATIONS.get(
+            str(config.get("problem_type")), "softmax" if number > 1 else "sigmoid"
+        )
+        return cls(weight, [str(labels[str(i)]) for i in range(number)], activation)
+
+    @property
+    def pooling(self) -> Literal["last", "labels"]:
+        """What replicas return of a text: its last token's hidden state, or the numbers of its labels."""
+        return "last" if self.weight is not None else "labels"
 
     def numbers(self, vector: NDArray[np.float32], *, is_active: bool) -> NDArray[np.float64]:
-        """Return the number of each label for a hidden state [E]: probabilities, or without activation logits."""
-        logits: NDArray[np.float64] = (self.weight @ vector).astype(np.float64)
+        """Return the number of each label: probabilities, or without activation logits.
+
+        `vector`: a hidden state [E], or of a text encoder the logits [L].
+        """
+        found = vector if self.weight is None else self.weight @ vector
+        logits: NDArray[np.float64] = found.astype(np.float64)
         if not is_active or self.activation == "none":
             return logits
         if self.activation == "sigmoid":
             return np.exp(-np.logaddexp(0.0, -logits))
         exponents = np.exp(logits - logits.max())
         return np.asarray(exponents / exponents.sum())
+
+
+def _named_activation(model: Path, config: Mapping[str, Any]) -> Activation | None:
+    """Return the activation that Sentence Transformers' fields of config.json name; None: they name none.
+
+    Raises:
+        ValueError: they name another one than those that are served.
+    """
+    own = config.get("sentence_transformers")
+    named = own.get("activation_fn") if isinstance(own, dict) else None
+    named = named or config.get("sbert_ce_default_activation_function")
+    if named is None:
+        return None
+    found = _NAMED.get(str(named).rpartition(".")[2])
+    if found is None:
+        known = ", ".join(_NAMED)
+        raise ValueError(f"{model / 'config.json'}: the activation of scores is {named!r}; served are {known} of torch")
+    return found
 
 
 def _tensor(model: Path, name: str) -> NDArray[np.float32]:

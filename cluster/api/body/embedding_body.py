@@ -8,6 +8,7 @@ from pydantic import Field
 
 from crossdock.cluster.api import bounds
 from crossdock.cluster.api.body.bodies import CompletionRequest
+from crossdock.cluster.api.body.classifier_head import ClassifierHead
 from crossdock.cluster.api.body.generation_body import REQUEST_ID
 from crossdock.cluster.api.body.json_body import Body
 from crossdock.cluster.api.body.other_fields import RefusedField
@@ -19,7 +20,7 @@ from crossdock.workers.schedule.request.submission import SamplingParams
 class PooledCompletion(CompletionRequest):
     """Texts whose vectors are wanted, as prompts of completions that have no output."""
 
-    pooling: Pooling
+    pooling: Pooling | Literal["labels"]
 
     prompt_field: ClassVar[str] = "input"
 
@@ -60,7 +61,7 @@ class InputBody(PooledBody):
         "right", description="Where a text that is too long is cut: `right` keeps its beginning, `left` its end."
     )
 
-    def pooled(self, pooling: Pooling) -> PooledCompletion:
+    def pooled(self, pooling: Pooling | Literal["labels"]) -> PooledCompletion:
         """Return the completions that give the pooled hidden states of each text."""
         passed = {name: getattr(self, name) for name in InputBody.model_fields if name != "input"}
         return PooledCompletion(prompt=self.input, max_tokens=0, pooling=pooling, n=1, **passed)
@@ -78,7 +79,9 @@ class EmbeddingRequest(InputBody):
     use_activation: bool | None = Field(None, description="true: vectors have a length of 1. The server's default.")
     normalize: bool | None = Field(None, description="Older vLLM's name of `use_activation`.")
     pooling: Pooling | None = Field(
-        None, description="`last`: the last token's hidden state; `mean`: the mean of all. The server's default."
+        None,
+        description="`last`: the last token's hidden state; `mean`: the mean of all; `cls`: the first token's, of text "
+        "encoders. The server's default.",
     )
 
     refused_fields: ClassVar[Mapping[str, RefusedField]] = {
@@ -92,11 +95,14 @@ class EmbeddingRequest(InputBody):
     def completion(self, defaults: EmbeddingDefaults) -> PooledCompletion:
         """Return the completions that give the vectors. Raises ApiError for vectors that the model does not have."""
         if self.pooling is None and defaults.refusal:
-            reason = f"{defaults.refusal}; or name one of 'last' and 'mean'"
+            names = "'last' and 'mean'" if defaults.encoder is None else "'cls', 'mean' and 'last'"
+            reason = f"{defaults.refusal}; or name one of {names}"
             raise ApiError(f"'pooling' must be given: {reason}.", param="pooling", code="missing_required_parameter")
         if self.dimensions is not None:
             defaults.check_size(self.dimensions)
-        return self.pooled(self.pooling or defaults.pooling)
+        pooling = self.pooling or defaults.pooling
+        defaults.check_pooling(pooling)
+        return self.pooled(pooling)
 
     def normalizes(self, defaults: EmbeddingDefaults) -> bool:
         """Return whether vectors get a length of 1. Raises ApiError where two fields contradict each other."""
@@ -123,6 +129,6 @@ class ClassifyRequest(InputBody):
         "mm_processor_kwargs": RefusedField("texts alone are classified", ({},)),
     }
 
-    def completion(self) -> PooledCompletion:
-        """Return the completions that give the last hidden state of each text."""
-        return self.pooled("last")
+    def completion(self, head: ClassifierHead) -> PooledCompletion:
+        """Return the completions that give what a head reads of each text."""
+        return self.pooled(head.pooling)

@@ -1,7 +1,7 @@
 """Settings of vectors that requests leave open: from the model's directory, under the names and rules of vLLM."""
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
@@ -9,11 +9,19 @@ from typing import Any, Literal, Self, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field
 
 from crossdock.cluster.api.body.classifier_head import ClassifierHead
-from crossdock.cluster.api.errors import wrong
+from crossdock.cluster.api.errors import ApiError, wrong
+from crossdock.workers.model.text_files import TextAnswer, answer_of
 
-Pooling: TypeAlias = Literal["last", "mean"]
+Pooling: TypeAlias = Literal["last", "mean", "cls"]
 
 _MODULES = {"Transformer", "Pooling", "Normalize"}  # of Sentence Transformers, by the end of their names
+_POOLING_TYPES: Mapping[str, Pooling] = {"LAST": "last", "MEAN": "mean", "CLS": "cls"}
+_FIRST = "the first token of this model sees no other"
+_MODES: Mapping[str, Pooling] = {
+    **dict.fromkeys(("mean_tokens", "mean"), "mean"),
+    **dict.fromkeys(("cls_token", "cls"), "cls"),
+    "lasttoken": "last",
+}
 _HINT = "model.pooler_config (--pooler-config) sets another"
 
 
@@ -22,8 +30,10 @@ class PoolerConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
-    pooling_type: Literal["LAST", "MEAN"] | None = Field(
-        None, description="LAST: of the last token; MEAN: the mean of all. null: the model's own, else LAST."
+    pooling_type: Literal["LAST", "MEAN", "CLS"] | None = Field(
+        None,
+        description="LAST: of the last token; MEAN: the mean of all; CLS: of the first, for text encoders. null: the "
+        "model's own, else MEAN for text encoders and LAST for others.",
     )
     use_activation: bool | None = Field(
         None, description="Vectors have a length of 1. null: the model's own, else true."
@@ -49,6 +59,7 @@ class EmbeddingDefaults:
     refusal: str = ""  # why requests that name no pooling are refused
     classifier: Sequence[str] = ()  # words for no and yes of a model that judges pairs of texts
     head: ClassifierHead | None = None  # of a model that classifies texts, and generates none
+    encoder: TextAnswer | None = None  # what a text encoder makes of texts; None: the model is none
 
     @classmethod
     def read(cls, model: Path, config: PoolerConfig | None = None) -> Self:
@@ -61,17 +72,42 @@ class EmbeddingDefaults:
             if sizes is not None and not (isinstance(sizes, list) and all(type(each) is int for each in sizes)):
                 raise ValueError(f"{model / 'config.json'}: matryoshka_dimensions must be a list of whole numbers")
         has_any_size = sizes is None and shape.get("is_matryoshka") is True
-        pooling, normalizes, refusal = _sentence_transformers(model)
+        encoder = answer_of(shape, model)
+        pooling, normalizes, refusal = _sentence_transformers(model, "last" if encoder is None else "mean")
         if config.pooling_type is not None:
-            pooling = "mean" if config.pooling_type == "MEAN" else "last"
+            pooling = _POOLING_TYPES[config.pooling_type]
             refusal = ""
+        if pooling == "cls" and encoder is None:
+            refusal = f"this model's pooling is that of the first token, which sees no other; {_HINT}"
+            if config.pooling_type is not None:
+                raise ValueError(f"model.pooler_config: pooling_type CLS is for text encoders; {_FIRST}")
+            pooling = "last"
         if config.use_activation is not None:
             normalizes = config.use_activation
         words = tuple(config.classifier_from_token or ())
-        head = ClassifierHead.read(model, shape)
-        if words and head is not None:
-            raise ValueError("model.pooler_config: classifier_from_token is for models without a classification head")
-        return cls(pooling, normalizes, has_any_size, tuple(sizes or ()), refusal, words, head)
+        head = ClassifierHead.read(model, shape, is_encoder=encoder is not None)
+        if words and (head is not None or encoder is not None):
+            raise ValueError("model.pooler_config: classifier_from_token is for models that generate text")
+        return cls(pooling, normalizes, has_any_size, tuple(sizes or ()), refusal, words, head, encoder)
+
+    @property
+    def why_no_text(self) -> str:
+        """Return what the model does in place of generating text, and where; empty: it generates."""
+        if self.encoder == "vectors":
+            return "This model makes vectors of texts, and generates none: use /v1/embeddings, /v1/score or /v1/rerank."
+        if self.encoder == "labels":
+            return "This model makes labels of texts, and generates none: use /classify, /v1/score or /v1/rerank."
+        if self.head is not None:
+            return "This model classifies texts, and generates none: use /classify, /v1/score or /v1/embeddings."
+        return ""
+
+    def check_pooling(self, pooling: Pooling) -> None:
+        """Raise ApiError for vectors that the model does not make."""
+        if self.encoder == "labels":
+            reason = "This model makes labels of texts, and no vectors: use /classify, /v1/score or /v1/rerank."
+            raise ApiError(reason, param="model", code="unsupported_value")
+        if pooling == "cls" and self.encoder is None:
+            raise wrong("pooling", f"'cls' is for text encoders: {_FIRST}")
 
     def check_size(self, size: int) -> None:
         """Raise ApiError for a size that the model's vectors were not made for, as vLLM does."""
@@ -81,26 +117,29 @@ class EmbeddingDefaults:
         raise wrong("dimensions", f"this model was not made for vectors of {size} numbers: {known}")
 
 
-def _sentence_transformers(model: Path) -> tuple[Pooling, bool, str]:
+def _sentence_transformers(model: Path, otherwise: Pooling) -> tuple[Pooling, bool, str]:
     """Return the pooling that a directory of Sentence Transformers names, whether vectors have a length of 1, and why
-    this pooling is not possible; empty: it is. Without such a directory: last, and a length of 1."""
+    this pooling is not possible; empty: it is. Without such a directory: `otherwise`, and a length of 1."""
     modules = [module for module in _read(model / "modules.json", []) if isinstance(module, dict)]
     if not modules:
-        return "last", True, ""
+        return otherwise, True, ""
     kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     if further := set(kinds) - _MODULES:
-        return "last", True, f"this model's vectors need {', '.join(sorted(further))}, which is not served; {_HINT}"
+        return otherwise, True, f"this model's vectors need {', '.join(sorted(further))}, which is not served; {_HINT}"
     normalizes = "Normalize" in kinds
     folder = next(
         (str(module.get("path")) for module, kind in zip(modules, kinds, strict=True) if kind == "Pooling"), ""
     )
     modes = _read(model / folder / "config.json") if folder else {}
-    found = sorted(name for name, value in modes.items() if name.startswith("pooling_mode_") and value is True)
-    if found == ["pooling_mode_mean_tokens"]:
-        return "mean", normalizes, ""
-    if found in ([], ["pooling_mode_lasttoken"]):
-        return "last", normalizes, ""
-    return "last", normalizes, f"this model's pooling ({', '.join(found)}) is not served; {_HINT}"
+    prefix = "pooling_mode_"
+    found = sorted(name for name, value in modes.items() if name.startswith(prefix) and value is True)
+    if isinstance(named := modes.get("pooling_mode"), str):  # newer files name it
+        found = [f"{prefix}{named}"]
+    if not found:
+        return otherwise, normalizes, ""
+    if len(found) == 1 and (pooling := _MODES.get(found[0].removeprefix(prefix))) is not None:
+        return pooling, normalizes, ""
+    return otherwise, normalizes, f"this model's pooling ({', '.join(found)}) is not served; {_HINT}"
 
 
 def _read(path: Path, otherwise: Any = None) -> Any:

@@ -81,7 +81,7 @@ class Classification:
 
     async def create(self, request: Request, body: ClassifyRequest) -> Response:
         head = self.head()
-        completion = body.completion()
+        completion = body.completion(head)
         generation, outputs = await self._completions.outputs(request, completion, INPUTS)
         data = [_shown(head, output.index, self.numbers(output, body)) for output in outputs]
         usage = generation.usage()

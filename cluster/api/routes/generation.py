@@ -106,10 +106,10 @@ class Generations:
         max_logprobs: int,
         logprobs_mode: LogprobsMode = "raw_logprobs",
         placeholders: Mapping[str, int] | None = None,
-        makes_text: bool = True,
+        why_no_text: str = "",
     ) -> None:
         """`placeholders`: the token that stands for rows of an item, by its kind; None: the model reads text only.
-        `makes_text` False: the model classifies texts."""
+        `why_no_text`: what the model does instead of generating text, and where; empty: it generates."""
         self._source = source
         self._tokenizer = tokenizer
         self._models = models
@@ -118,14 +118,13 @@ class Generations:
         self._max_logprobs = max_logprobs
         self._logprobs_mode = logprobs_mode
         self._placeholders = dict(placeholders or {})
-        self._makes_text = makes_text
+        self._why_no_text = why_no_text
 
     def begin(self, request: Request, body: GenerationBody) -> Generation:
         """Begin a generation. Raises ApiError for an unknown model, or what the API key may not use."""
         card = self._models.card(body.model)
-        if not (self._makes_text or isinstance(body, PooledCompletion)):
-            reason = "This model classifies texts, and generates none: use /classify, /v1/score or /v1/embeddings."
-            raise ApiError(reason, param="model", code="unsupported_value")
+        if self._why_no_text and not isinstance(body, PooledCompletion):
+            raise ApiError(self._why_no_text, param="model", code="unsupported_value")
         if body.request_id is not None and request.headers.get("x-request-id") != request.state.request_id:
             request.state.request_id = body.request_id  # as in vLLM the header wins
         if body.priority < 0 and request.state.api_key is not None:
@@ -178,9 +177,13 @@ class Generations:
         wanted = ((prompt, limit, i) for prompt, limit in zip(prompts, limits, strict=True) for i in range(body.n))
         async for some in slices(wanted, _CHOICES_AT_ONCE):
             for prompt, limit, i in some:
-                # Even for no output, the engine samples one token.
+                # Even for no output, the engine samples one token, unless it is a text encoder's.
                 is_equal = i == 0 and limit == sampling.max_tokens > 0
-                own = sampling if is_equal else replace(sampling, max_tokens=max(1, limit), seed=(seed + i) % 2**63)
+                own = (
+                    sampling
+                    if is_equal
+                    else replace(sampling, max_tokens=max(card.least_output, limit), seed=(seed + i) % 2**63)
+                )
                 choice = self._choice(generation, prompt, own, stops, shown, is_prompt_only=limit == 0)
                 generation.choices.append(choice)
         state.submission_ids = {choice.submission.id for choice in generation.choices}
@@ -223,6 +226,7 @@ class Generations:
             items=salted(prompt.items, salt),
             adapter=generation.adapter,
             start_s=getattr(state, "start_s", 0.0),
+            second_text=prompt.second_text,
         )
         skips = body.skip_special_tokens
         stream = TextStream(

@@ -94,7 +94,7 @@ class ModelRoutes:
             max_logprobs=http.max_logprobs,
             logprobs_mode=http.logprobs_mode,
             placeholders=None if media is None else media.placeholders,
-            makes_text=self.pooling.head is None,
+            why_no_text=self.pooling.why_no_text,
         )
         forces = http.force_include_usage
         self.completions = Completions(self.generations, self.encoder, tokenizer, forces_usage=forces)

@@ -93,7 +93,7 @@ class Scores:
         if len(head.labels) != 1:
             reason = f"This model has {len(head.labels)} labels, and scores need a model with one: use /classify."
             raise ApiError(reason, param="model", code="unsupported_value")
-        generation = self._generations.begin(request, ClassifyRequest.of({"input": "", **passed}).completion())
+        generation = self._generations.begin(request, ClassifyRequest.of({"input": "", **passed}).completion(head))
         makes = self._prompts(request, generation)
         prompts = await makes.joined(pairs, body.truncate_prompt_tokens, keeps_end=body.truncation_side == "left")
         await self._generations.add_choices(generation, prompts)

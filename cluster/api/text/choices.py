@@ -77,6 +77,7 @@ class Prompt:
     echo: str | None = None  # the prompt as text, where the answer repeats it
     offsets: list[int] = field(default_factory=list)  # where each of its tokens begins in that text, in characters
     items: Sequence[Item] = NO_ITEMS  # its pictures, by `start`
+    second_text: int = 0  # the token at which the second of two texts begins; 0: there is one
     unread: Sequence[str] = ()  # kinds of texts of its messages that the template leaves out, see `Carried`
 
 

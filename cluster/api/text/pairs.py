@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest
 from crossdock.cluster.api.body.generation_body import GenerationBody
@@ -40,7 +40,7 @@ class PairPrompts:
         `keeps_end`: the beginnings of texts are cut. Raises ApiError for a pair that is too long.
         """
         before, between, after = self.tokenizer.pair_frame
-        most = self.card.max_model_len - 1 if keep == -1 else keep
+        most = self.card.max_model_len - self.card.least_output if keep == -1 else keep
         room = None if most is None else room_for_text(most, len(before) + len(between) + len(after))
         encoded: dict[str, list[int]] = {}
         prompts = []
@@ -53,7 +53,8 @@ class PairPrompts:
             left, right = (encoded[text] for text in pair)
             if room is not None:
                 left, right = _cut(left, right, room, keeps_end=keeps_end)
-            prompts.append(self._checked([*before, *left, *between, *right, *after]))
+            second = len(before) + len(left) + len(between)
+            prompts.append(replace(self._checked([*before, *left, *between, *right, *after]), second_text=second))
             await self._pause(len(prompts[-1].token_ids) // 8)
         return prompts
 

@@ -327,7 +327,7 @@ def truncate(token_ids: list[int], body: GenerationBody, card: ModelCard, frame:
     """
     keep = body.truncate_prompt_tokens
     if keep == -1:
-        keep = card.max_model_len - max(1, _limit(body) or 1)
+        keep = card.max_model_len - (_limit(body) or card.least_output)
     result = token_ids
     if keep is not None and len(token_ids) > keep:
         before, after = frame
@@ -350,10 +350,11 @@ def room_for_text(keep: int, num_around: int) -> int:
 
 
 def output_limit(num_prompt_tokens: int, body: GenerationBody, card: ModelCard) -> int:
-    """Return how many tokens the output may have. At least one must fit: even for no output, the engine samples one."""
+    """Return how many tokens the output may have. At least one must fit: even for no output, the engine samples one,
+    unless it is a text encoder's."""
     limit = body.token_limit()
     left = card.max_model_len - num_prompt_tokens
-    if left < max(1, limit or 1):
+    if left < (limit or card.least_output):
         raise _too_long(card, str(num_prompt_tokens), body.prompt_field, limit)
     limit = _limit(body)
     return left if limit is None else min(limit, left)
@@ -389,7 +390,9 @@ def _limit(body: GenerationBody) -> int | None:
 
 
 def _too_long(card: ModelCard, num_tokens: str, param: str, limit: int | None = None) -> ApiError:
-    if limit == 0:
+    if not card.least_output:
+        detail = f"your {param} resulted in {num_tokens} tokens"
+    elif limit == 0:
         unit = "which leaves none for the token that is computed even where 'max_tokens' is 0"
         detail = f"your {param} resulted in {num_tokens} tokens, {unit}"
     elif limit is not None and num_tokens.isdigit():

@@ -25,6 +25,7 @@ READ_HERE = (
     *("architectures", "model_type", "dtype", "torch_dtype", "tie_word_embeddings", "eos_token_id"),
     *("layer_types", "rope_scaling", "rope_parameters", "rope_theta", "partial_rotary_factor"),
     *("original_max_position_embeddings", "per_layer_config", "num_nextn_predict_layers", "num_labels"),
+    *("sentence_transformers", "sbert_ce_default_activation_function"),
 )
 """Fields that all models may have, read by our code or by transformers' code for all models."""
 
@@ -141,11 +142,13 @@ _NEW_ROUTER = {"scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 _ERNIE = {"use_rmsnorm": True, "weight_share_add_bias": True}
 _GATED = {"attn_output_gate": True, "mamba_ssm_dtype": "float32"}
 _HUNYUAN = {"use_qk_norm": True, "use_rotary_pos_emb": True, "norm_type": "rms"}
+_ABSOLUTE = {"position_embedding_type": "absolute"}
 _LFM2 = {"block_use_swiglu": True, "block_norm_eps": 1e-5, "use_pos_enc": True, "theta": 1000000.0}
 COMPUTED: Mapping[str, Mapping[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True},
     "apertus": {"qk_norm": True},
     "bamba": {"attn_rotary_emb": 64},
+    "bert": _ABSOLUTE,
     "cohere2": {
         "position_embedding_type": "rope_gptj",
         "use_embedding_sharing": True,
@@ -195,6 +198,7 @@ COMPUTED: Mapping[str, Mapping[str, Any]] = {
         "qk_norm_type": "per_layer",
         "attn_type_list": 1,
     },
+    "modernbert": {**_ABSOLUTE, "layer_norm_eps": 1e-5, "sparse_pred_ignore_index": -100},
     "nemotron": {"normalization_type": "layernorm1p", "rope_percent": 0.5},
     "nemotron_h": {"norm_eps": 1e-5, "rms_norm_eps": 1e-5, "attention_head_dim": 128},
     "phi": {"rotary_dim": 32},
@@ -202,6 +206,7 @@ COMPUTED: Mapping[str, Mapping[str, Any]] = {
     "qwen3_5_text": _GATED,
     "qwen3_moe": {"use_qk_norm": True},
     "qwen3_next": _GATED,
+    "roberta": _ABSOLUTE,
     "stablelm": {"rope_pct": 0.25, "norm_eps": 1e-5},
     "starcoder2": {
         "norm_type": "layer_norm",
@@ -212,6 +217,7 @@ COMPUTED: Mapping[str, Mapping[str, Any]] = {
         "scale_attn_weights": True,
     },
     "step3p7": {"scoring_func": "sigmoid", "use_moe_router_bias": True, "first_k_dense_replace": 3},
+    "xlm-roberta": _ABSOLUTE,
 }
 """Fields that transformers' code of a model type does not read, and the value that this code computes anyway.
 

@@ -5,12 +5,16 @@ from collections.abc import Callable
 import torch
 
 from crossdock.workers.model.load import load_model
-from crossdock.workers.model.weights.checkpoint import resolve_tokenizer
+from crossdock.workers.model.text_encoder import TextEncoder, load_text_encoder
+from crossdock.workers.model.text_files import text_answer
+from crossdock.workers.model.weights.checkpoint import resolve_model, resolve_tokenizer
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.text_engine import text_engine
 from crossdock.workers.replica.ranks.device import device_of
 from crossdock.workers.replica.ranks.step_deadline import StepDeadline
+from crossdock.workers.replica.text_settings import check_text_settings
 
 
 def load_engine(
@@ -27,6 +31,10 @@ def load_engine(
     """
     if spec.emulated is not None:
         raise ValueError("pools: emulated: only crossdock serve has emulated devices; leave it out")
+    if text_answer(resolve_model(spec.model.path)) is not None:
+        engine, _ = load_text_engine(spec)
+        loaded()
+        return engine
     torch.set_num_threads(spec.num_threads)  # Ray sets OMP_NUM_THREADS by its own accounting
     device = device_of(spec)
     kv_bytes = spec.engine.budget.known(device) or 0
@@ -34,3 +42,15 @@ def load_engine(
     tokenizer = resolve_tokenizer(spec.tokenizer, spec.model.path)
     weights = spec.name_of_kept_pages(model.checkpoint) if spec.engine.kv_cache_files else ""
     return new_engine(model, spec.engine, tokenizer, weights=weights, step_deadline=step_deadline)
+
+
+def load_text_engine(spec: ReplicaSpec) -> tuple[Engine, TextEncoder]:
+    """Load the text encoder of a replica. Returns its engine, not calibrated yet, and the encoder.
+
+    Raises:
+        ValueError: the encoder or a setting cannot be served; the message names the field.
+    """
+    check_text_settings(spec)
+    torch.set_num_threads(spec.num_threads)
+    encoder = load_text_encoder(spec.model, device_of(spec))
+    return text_engine(encoder, spec.engine), encoder

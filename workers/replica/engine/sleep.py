@@ -38,7 +38,7 @@ class Sleep:
         if mode == "keep":
             raise ValueError(_KEPT)
         if model is None or self._update is None:
-            raise ValueError("level: an emulated device has no memory to give back")
+            raise ValueError("level: this replica has no KV pages in memory that it could give back")
         if model.device.type != "cpu":
             raise ValueError("level: replicas on GPUs do not sleep yet: steps recorded as graphs keep their addresses")
         if level == 2 and (reason := self._why_not_read()):

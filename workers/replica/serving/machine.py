@@ -21,11 +21,8 @@ def describe_machine(model: LoadedModel, graphs: str = "") -> dict[str, Any]:
     are CUDA graphs, and why others are not; empty on a CPU. `weights`: bytes that are held, in the layouts of kernels.
     `pool`: bytes of the KV pages.
     """
-    is_cpu = model.device.type == "cpu"
     return {
-        "device": cpu_name() if is_cpu else torch.cuda.get_device_name(model.device),
-        "instructions": next((name for name in _NOTABLE if name in cpu_flags()), "") if is_cpu else "",
-        "threads": torch.get_num_threads(),
+        **describe_device(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
         "kv_dtype": str(model.kv_dtype).removeprefix("torch."),
         "attention": model.attention.name,
@@ -33,6 +30,16 @@ def describe_machine(model: LoadedModel, graphs: str = "") -> dict[str, Any]:
         "graphs": graphs,
         "weights": held_bytes(model.module),
         "pool": model.pool.tensor.nbytes,
+    }
+
+
+def describe_device(device: torch.device) -> dict[str, Any]:
+    """Describe the hardware of a rank, and how many threads it uses."""
+    is_cpu = device.type == "cpu"
+    return {
+        "device": cpu_name() if is_cpu else torch.cuda.get_device_name(device),
+        "instructions": next((name for name in _NOTABLE if name in cpu_flags()), "") if is_cpu else "",
+        "threads": torch.get_num_threads(),
     }
 
 

@@ -15,6 +15,8 @@ import ray
 from ray import serve
 
 from crossdock.kvtransfer.transport import TransportUnavailable
+from crossdock.workers.model.text_files import text_answer
+from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.engine.chunk_log import chunk_logger
 from crossdock.workers.replica.engine.engine import OtherWeights
@@ -98,7 +100,7 @@ class Replica:
         if thread.kv_events is not None:
             self._machine["kv_events"] = thread.kv_events.addresses
         update = {"role": spec.role, "compatibility": compatibility, "weights": weights, **thread.addresses}
-        update["dtype"] = "" if engine.executor.model is None else str(engine.model.dtype).removeprefix("torch.")
+        update["dtype"] = started.machine["dtype"] if spec.emulated is None else ""
         self.profile = started.profile.model_copy(update=update | {"start_s": ages["ready"]})
         forget = partial(remove_notice, context.app_name, "start", context.replica_id.unique_id)
         asyncio.get_running_loop().call_later(_NOTICE_S, forget)
@@ -152,8 +154,11 @@ async def _started(spec: ReplicaSpec, reached: Callable[[str], None]) -> tuple[o
         return None, start_emulated(spec, spec.emulated)
     wait_quietly(spec.num_threads)
     from crossdock.workers.replica.serving.model_start import ModelStart  # imports torch
+    from crossdock.workers.replica.serving.text_start import start_text_encoder
 
     reached("libraries")
+    if await asyncio.to_thread(lambda: text_answer(resolve_model(spec.model.path))) is not None:
+        return None, await asyncio.to_thread(start_text_encoder, spec, reached)
     start = ModelStart(spec)
     return start, await start.run(reached)
 
@@ -165,7 +170,7 @@ def _start_thread(started: Started, of_pages: str, spec: ReplicaSpec) -> EngineT
     """
     engine = started.engine
     kv_events = open_publisher(engine.config)
-    if spec.transfer is None:
+    if spec.transfer is None or not started.profile.generates:  # else a replica without pages
         return EngineThread(engine, kv_events=kv_events)
     transfer = spec.transfer.model_copy(update={"host": spec.transfer.host or ray.util.get_node_ip_address()})
     arguments = spec.role, transfer

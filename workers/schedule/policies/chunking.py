@@ -81,7 +81,7 @@ class ChunkBudget:
     @property
     def is_spent(self) -> bool:
         """Return whether no prompt can get a chunk any more."""
-        if self.tokens <= 0 or self.cost is None:
+        if self.tokens <= 0 or self.cost is None or (not self.is_chunked and not self.work.prefill_tokens):
             return self.tokens <= 0
         return self.floor <= 0 and self.cost.seconds(self.work) >= self.seconds
 
@@ -108,7 +108,7 @@ class ChunkBudget:
         """Return how many tokens of a prompt to compute now."""
         if not self.is_chunked:
             left = prompt.end - prompt.start
-            return left if left <= self.tokens else 0
+            return left if left <= self.tokens and (not self.work.prefill_tokens or self._has_time(prompt)) else 0
         tokens = self.tokens
         seconds = self.seconds
         floor = self.floor if prompt.has_floor and prompt.priority <= self.floor_priority else 0
@@ -138,6 +138,13 @@ class ChunkBudget:
         if not found and prompt.may_split_page and is_only_one and tokens >= LEAST_PART:
             return min(int(tokens), prompt.end - prompt.start)  # else a slow machine would compute no token of it
         return found
+
+    def _has_time(self, prompt: "Candidate") -> bool:
+        """Return whether the whole rest of a prompt fits into the seconds of the step."""
+        if self.cost is None or self.seconds == inf:
+            return True
+        work = self.work.plus_chunk(prompt.start, prompt.end - prompt.start, prompt.adapter_weights)
+        return self.cost.seconds(work) <= self.seconds
 
     def take(self, prompt: "Candidate", num_tokens: int) -> None:
         """Add a chunk of `num_tokens` of a prompt to the step."""

@@ -111,7 +111,9 @@ class SamplingParams:
     ignore_eos: bool = False
     seed: int = 0  # always set: the ingress draws one if the client gave none
     grammar: Grammar | None = None
-    pooling: str | None = None  # the prompt's vector is wanted: of its `last` token, or the `mean` of all
+    pooling: str | None = None
+    """The prompt's vector is wanted: of its `last` token, or the `mean` of all; of text encoders also of the first,
+    `cls`, or the numbers of its `labels`."""
 
     @property
     def needs_whole_prompt(self) -> bool:
@@ -146,6 +148,7 @@ class Submission:
     source_tokens: int = 0  # of the prefix that it has
     alternatives: Sequence[tuple[str, float]] = ()  # ways to use a cached prefix, with the router's predicted TTFT, s
     adapter: Adapter | None = None  # the adapter that changes the weights; None: the base model's weights
+    second_text: int = 0  # the prompt token at which the second of two texts begins; 0: there is one, or none cares
     weights: str = ""  # id of the update with whose weights alone a replica may take the request
 
     @property

@@ -1,0 +1,143 @@
+"""Text encoders behind the API: vectors, scores and labels are those of transformers, and nothing else is answered."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoTokenizer
+
+from crossdock import LLM
+from crossdock.cluster.api.body.embedding_body import ClassifyRequest, EmbeddingRequest
+from crossdock.cluster.api.body.score_body import RerankRequest
+from crossdock.cluster.api.errors import ApiError
+from crossdock.cluster.api.http.own_requests import own_request
+from tests.workers.text_encoders import FAMILIES, POSITIONS, TEXTS, hidden_of, logits_of, pooled, saved
+
+LONG = "dog " * 200
+
+
+def asked(llm: LLM, path: str, body: Any) -> Any:
+    """Return the answer of an endpoint, as JSON."""
+    answer = llm.run(llm.routes.creates()[path](own_request("a", llm.memory), body))
+    return json.loads(answer.body)
+
+
+def embed(llm: LLM, **fields: Any) -> Any:
+    return asked(llm, "/v1/embeddings", EmbeddingRequest.of(fields))
+
+
+def unit(vector: torch.Tensor) -> list[float]:
+    found: list[float] = (vector / vector.norm()).tolist()
+    return found
+
+
+@pytest.mark.parametrize("pooling", ["cls_token", "mean_tokens"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_vectors_are_those_of_sentence_transformers_files(family: str, pooling: str, tmp_path: Path) -> None:
+    model = saved(tmp_path, family, pooling=pooling)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    with LLM(str(tmp_path), dtype="float32") as llm:
+        hidden = [hidden_of(model, tokenizer(text)["input_ids"]) for text in TEXTS]
+        wanted = [unit(pooled(each, pooling.partition("_")[0])) for each in hidden]
+        found = llm.embed(TEXTS, use_tqdm=False)
+        np.testing.assert_allclose([each.outputs.embedding for each in found], wanted, atol=5e-5)
+        answer = embed(llm, input=TEXTS, use_activation=False, pooling="last")
+        lasts = [each[-1] for each in hidden]
+        np.testing.assert_allclose([each["embedding"] for each in answer["data"]], torch.stack(lasts), atol=5e-5)
+        tokens = sum(len(tokenizer(text)["input_ids"]) for text in TEXTS)
+        assert answer["usage"]["prompt_tokens"] == answer["usage"]["total_tokens"] == tokens
+        scores = llm.score(TEXTS[0], TEXTS[1:], use_tqdm=False)
+        cosines = np.array(wanted[1:]) @ np.array(wanted[0])
+        np.testing.assert_allclose([each.outputs.score for each in scores], cosines, atol=1e-4)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_of_pairs_are_those_of_transformers(family: str, tmp_path: Path) -> None:
+    model = saved(tmp_path, family, 1)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    takes_types = family == "bert"
+    wanted = []
+    for text in TEXTS:
+        pair = tokenizer(TEXTS[0], text, return_token_type_ids=takes_types)
+        given = {"token_type_ids": torch.tensor([pair["token_type_ids"]])} if takes_types else {}
+        wanted.append(float(logits_of(model, pair["input_ids"], **given).sigmoid()))
+    with LLM(str(tmp_path), dtype="float32") as llm:
+        found = llm.score(TEXTS[0], TEXTS, use_tqdm=False)
+        np.testing.assert_allclose([each.outputs.score for each in found], wanted, atol=2e-5)
+        ranked = asked(llm, "/v1/rerank", RerankRequest.of({"query": TEXTS[0], "documents": TEXTS, "top_n": 2}))
+        assert [each["index"] for each in ranked["results"]] == list(np.argsort(wanted)[::-1][:2])
+
+
+@pytest.mark.parametrize(
+    ("name", "activate"),
+    [("linear.Identity", lambda logits: logits), ("activation.Sigmoid", torch.sigmoid), (None, torch.sigmoid)],
+)
+def test_score_has_the_activation_that_config_json_names(name: str | None, activate: Any, tmp_path: Path) -> None:
+    named = {} if name is None else {"sentence_transformers": {"activation_fn": f"torch.nn.modules.{name}"}}
+    model = saved(tmp_path, "roberta", 1, **named)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    with LLM(str(tmp_path), dtype="float32") as llm:
+        [found] = llm.score(TEXTS[0], TEXTS[1], use_tqdm=False)
+        wanted = activate(logits_of(model, tokenizer(TEXTS[0], TEXTS[1])["input_ids"]))
+        assert found.outputs.score == pytest.approx(float(wanted), abs=2e-5)
+
+
+def test_unknown_activation_is_refused_by_name(tmp_path: Path) -> None:
+    saved(tmp_path, "roberta", 1, sbert_ce_default_activation_function="torch.nn.modules.activation.Mish")
+    with pytest.raises(ValueError, match=r"activation of scores is .*Mish"):
+        LLM(str(tmp_path), dtype="float32")
+
+
+def test_labels_of_texts_are_those_of_transformers(tmp_path: Path) -> None:
+    model = saved(tmp_path, "bert", 3, id2label={0: "bad", 1: "fair", 2: "good"})
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    with LLM(str(tmp_path), dtype="float32") as llm:
+        wanted = torch.stack([logits_of(model, tokenizer(text)["input_ids"]) for text in TEXTS])
+        data = asked(llm, "/classify", ClassifyRequest.of({"input": TEXTS}))["data"]
+        np.testing.assert_allclose([each["probs"] for each in data], wanted.softmax(-1), atol=2e-5)
+        assert [each["label"] for each in data] == [["bad", "fair", "good"][int(each.argmax())] for each in wanted]
+        for ask, why in (
+            (lambda: llm.generate("a"), "makes labels of texts, and generates none"),
+            (lambda: llm.score("a", "b"), "3 labels"),
+            (lambda: llm.embed("a"), "makes labels of texts, and no vectors"),
+        ):
+            with pytest.raises(ValueError, match=why):
+                ask()
+
+
+def test_encoder_of_vectors_refuses_what_it_does_not_make(tmp_path: Path) -> None:
+    saved(tmp_path, "bert")
+    with LLM(str(tmp_path), dtype="float32") as llm:
+        for ask, why in (
+            (lambda: llm.generate("a"), "makes vectors of texts, and generates none"),
+            (lambda: llm.classify("a"), "no classification head"),
+            (lambda: llm.embed("a", dimensions=8), "not made for vectors of 8 numbers"),
+        ):
+            with pytest.raises(ValueError, match=why):
+                ask()
+
+
+def test_text_beyond_the_positions_is_refused_or_cut_to_all_of_them(tmp_path: Path) -> None:
+    model = saved(tmp_path, "bert")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    with LLM(str(tmp_path), dtype="float32") as llm:
+        with pytest.raises(
+            ApiError, match=f"maximum context length is {POSITIONS} tokens.*resulted in 202 tokens"
+        ) as no:
+            embed(llm, input=LONG)
+        assert (no.value.param, no.value.code) == ("input", "context_length_exceeded")
+        answer = embed(llm, input=LONG, truncate_prompt_tokens=-1, pooling="cls")
+        assert answer["usage"]["prompt_tokens"] == POSITIONS
+        cut = tokenizer(LONG, truncation=True, max_length=POSITIONS)["input_ids"]
+        np.testing.assert_allclose(answer["data"][0]["embedding"], unit(hidden_of(model, cut)[0]), atol=5e-5)
+
+
+def test_pooling_that_is_not_served_is_refused_until_a_request_names_another(tmp_path: Path) -> None:
+    saved(tmp_path, "bert", pooling="max_tokens")
+    with LLM(str(tmp_path), dtype="float32") as llm:
+        with pytest.raises(ValueError, match=r"pooling_mode_max_tokens.* name one of 'cls', 'mean' and 'last'"):
+            llm.embed("a")
+        assert len(llm.embed("a", pooling="cls")[0].outputs.embedding) == 48
