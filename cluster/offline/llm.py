@@ -206,10 +206,10 @@ class LLM:
         """Return the probabilities of the model's labels for prompts. `fields`: of /classify."""
         given = [_checked(prompt) for prompt in _listed(prompts)]
         bodies = _refused(lambda: [ClassifyRequest.of({**fields, "input": one}) for one in given])
-        _refused(self.routes.classification.head)
+        head = _refused(self.routes.classification.head)
 
         async def one(number: int) -> ClassificationRequestOutput:
-            completion = bodies[number].completion()
+            completion = bodies[number].completion(head)
             (prompt,) = await self.routes.completions.prompts(completion, self.routes.models.card(None), 1)
             generation, (output,) = await self._outputs(completion, prompt)
             probs = self.routes.classification.numbers(output, bodies[number]).tolist()

@@ -75,7 +75,7 @@ def _pages(machine: Mapping[str, Any], profile: SchedulingProfile) -> str:
 
 
 def _texts(profile: SchedulingProfile) -> str:
-    """Return what a text encoder reads, and how fast."""
+    """Return the length of texts that a text encoder reads, and their seconds."""
     longest = profile.max_model_len
     seconds = profile.cost.prefill_seconds(0, longest, longest)
     short = min(64, longest)

@@ -73,9 +73,9 @@ class TextEncoder:
         """Return texts as one flat batch. `seconds`: where the second of two texts begins in each; 0: there is one."""
         ids = torch.tensor([token for text in texts for token in text], dtype=torch.int64)
         lengths = [len(text) for text in texts]
-        positions = torch.cat([self._positions(text) for text in ids.split(lengths)])
+        positions = torch.cat([self._positions(text) for text in torch.split(ids, lengths)])
         types = torch.cat([_types(n, second) for n, second in zip(lengths, seconds, strict=True)])
-        return TextBatch(*(each.to(self.device) for each in (ids, positions, types)), lengths)
+        return TextBatch(ids.to(self.device), positions.to(self.device), types.to(self.device), lengths)
 
     @torch.inference_mode()
     def hidden(self, batch: TextBatch) -> Tensor:
@@ -202,7 +202,7 @@ def _prove(encoder: TextEncoder) -> None:
     window = getattr(encoder.config, "sliding_window", None) or 0
     lengths = [min(length, encoder.max_model_len) for length in (5, 1, 2 * window + 9)]
     ids = torch.arange(sum(lengths)).mul(7919).remainder(encoder.vocab_size)
-    texts: list[list[int]] = [text.tolist() for text in ids.split(lengths)]
+    texts: list[list[int]] = [text.tolist() for text in torch.split(ids, lengths)]
     ours = encoder.hidden(encoder.batch(texts, [0] * len(texts))).float()
     encoder.module.set_attn_implementation("eager")
     alone = [encoder.hidden(encoder.batch([text], [0])).float() for text in texts]
@@ -233,7 +233,7 @@ def _attend(
     """
     assert attention_mask is None, "our implementation is not in the mask interface: no mask is ever made for it"
     parts = []
-    for q, k, v in zip(*(each.split(list(text_lengths), 2) for each in (query, key, value)), strict=True):
+    for q, k, v in zip(*(torch.split(each, list(text_lengths), 2) for each in (query, key, value)), strict=True):
         if sliding_window is None or q.shape[2] < sliding_window:
             parts.append(scaled_dot_product_attention(q, k, v, scale=scaling))
         else:

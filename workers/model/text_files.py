@@ -19,7 +19,7 @@ _VECTORS = ("Model", "ForMaskedLM", "ForPreTraining")  # the head of the last tw
 
 
 def text_answer(folder: Path) -> TextAnswer | None:
-    """Return what the text encoder in a directory answers; None: the model there is none.
+    """Return the answers of the text encoder in a directory; None: the model there is none.
 
     Raises:
         ValueError: the encoder has a head for another task; the message names the class.
@@ -28,7 +28,7 @@ def text_answer(folder: Path) -> TextAnswer | None:
 
 
 def answer_of(fields: Mapping[str, Any], folder: Path) -> TextAnswer | None:
-    """Return what `text_answer` returns, for the fields of the config.json in `folder`."""
+    """Return the same as `text_answer`, for the fields of the config.json in `folder`."""
     if fields.get("model_type") not in _BEFORE_FIRST or fields.get("is_decoder"):
         return None
     names = fields.get("architectures") or ["Model"]

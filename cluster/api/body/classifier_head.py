@@ -55,7 +55,7 @@ class ClassifierHead:
 
     @property
     def pooling(self) -> Literal["last", "labels"]:
-        """What replicas return of a text: its last token's hidden state, or the numbers of its labels."""
+        """Name the part of a text that replicas return: its last token's hidden state, or the numbers of its labels."""
         return "last" if self.weight is not None else "labels"
 
     def numbers(self, vector: NDArray[np.float32], *, is_active: bool) -> NDArray[np.float64]:

@@ -92,7 +92,7 @@ class EmbeddingDefaults:
 
     @property
     def why_no_text(self) -> str:
-        """Return what the model does in place of generating text, and where; empty: it generates."""
+        """Return the reason why the model generates no text, with what it does; empty: it generates."""
         if self.encoder == "vectors":
             return "This model makes vectors of texts, and generates none: use /v1/embeddings, /v1/score or /v1/rerank."
         if self.encoder == "labels":

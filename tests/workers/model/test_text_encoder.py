@@ -124,7 +124,7 @@ def test_wrong_tensors_are_refused_by_name(change: Any, reason: str, tmp_path: P
 
 
 def test_attention_that_is_not_transformers_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a model type does in its attention beside ours, such as a bias, makes hidden states differ."""
+    """A bias that a model type has in attention makes hidden states differ from ours in the same way."""
     saved(tmp_path, "bert")
     from crossdock.workers.model import text_encoder
 

@@ -85,8 +85,9 @@ class TextVectors:
 
     def pool(self, batch: Batch, hidden: Tensor) -> None:
         """Pool the hidden states [T, E] of a step. Waits for the device."""
-        texts = list(zip(batch.scheduled, hidden.split([part.num_tokens for part in batch.scheduled]), strict=True))
-        pooled = torch.stack([self._pooled(part, rows) for part, rows in texts])
+        rows = torch.split(hidden, [part.num_tokens for part in batch.scheduled])
+        texts = list(zip(batch.scheduled, rows, strict=True))
+        pooled = torch.stack([self._pooled(part, own) for part, own in texts])
         vectors = pooled.cpu()
         asks = [part.request.sampling.pooling == "labels" for part, _ in texts]
         labels = iter(
