@@ -28,7 +28,7 @@ def text_answer(folder: Path) -> TextAnswer | None:
 
 
 def answer_of(fields: Mapping[str, Any], folder: Path) -> TextAnswer | None:
-    """Return the same as `text_answer`, for the fields of the config.json in `folder`."""
+    """Find the answers as `text_answer` does, for the fields of the config.json in `folder`."""
     if fields.get("model_type") not in _BEFORE_FIRST or fields.get("is_decoder"):
         return None
     names = fields.get("architectures") or ["Model"]

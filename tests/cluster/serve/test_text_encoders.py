@@ -13,6 +13,7 @@ from transformers import AutoTokenizer
 
 from crossdock.cluster.config_file import load
 from crossdock.cluster.serve.preparation import prepare
+from crossdock.cluster.serve.summary import summary
 from tests.cluster.serve.pools import served_pools as pools
 from tests.cluster.serve.pools.served_pools import metric, processes
 from tests.waiting import eventually
@@ -63,8 +64,11 @@ def test_vectors_over_http_are_those_of_transformers_and_chats_are_refused(url: 
         assert "use /v1/embeddings" in answer.json()["error"]["message"]
     (card,) = httpx.get(f"{url}/v1/models", timeout=60).json()["data"]
     assert card["max_model_len"] == POSITIONS
-    replicas = httpx.get(f"{url}/v1/replicas", timeout=60).json()
-    assert [each["profile"]["generates"] for each in replicas["replicas"]] == [False] * REPLICAS
+    replicas = httpx.get(f"{url}/v1/replicas", timeout=60).json()["data"]
+    assert [each["profile"]["generates"] for each in replicas] == [False] * REPLICAS
+    texts = [line for line in summary(replicas) if line.startswith("Texts: ")]
+    assert texts == [line for line in texts if f"up to {POSITIONS} tokens each" in line and "no KV pages" in line]
+    assert len(texts) == 1
 
 
 def test_texts_of_a_killed_replica_are_computed_by_another(url: str, model: Any) -> None:
