@@ -4,7 +4,7 @@ import contextlib
 import os
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import typer
@@ -27,6 +27,14 @@ from crossdock.cluster.serve.ray_environment import is_local
 from crossdock.cluster.serve.stop_signals import ending_at_once
 from crossdock.cluster.serve.summary import summary
 from crossdock.workers.model.memory.host_memory import free_on_host, used_by_family
+from crossdock.workers.model.text_files import TextAnswer, text_answer
+
+_EXAMPLES: Mapping[TextAnswer | None, tuple[str, str]] = {
+    None: ("/v1/chat/completions", '"messages": [{"role": "user", "content": "What is the capital of France?"}]'),
+    "vectors": ("/v1/embeddings", '"input": ["a text", "another"]'),
+    "labels": ("/v1/rerank", '"query": "a dog", "documents": ["the hound", "a house"]'),
+}
+"""Path and fields of the request that a start shows, by the answers of a text encoder; None: of other models."""
 
 
 @takes_flags(configuration)
@@ -154,16 +162,20 @@ def _describe_pools(config: ClusterConfig) -> str:
 
 
 def _announce(config: ClusterConfig, address: Address, console: Console) -> None:
+    from crossdock.workers.model.weights.checkpoint import resolve_model
+
     names = [each.model.name for each in config.each_model]
     served = escape(", ".join(names))
     url = address.url
     on_node = f" of node {address.node}" if address.node else ""
     console.print(f"[bold green]Crossdock[/bold green] serves [bold]{served}[/bold] at {url}/v1{on_node}")
     model = f'"model": "{names[0]}", ' if config.models else ""
-    body = f'{{{model}"messages": [{{"role": "user", "content": "What is the capital of France?"}}]}}'
+    path, fields = _EXAMPLES[text_answer(resolve_model(config.each_model[0].model.path, needs_weights=False))]
+    body = f"{{{model}{fields}}}"
     key = " -H 'Authorization: Bearer KEY'" if config.http.needs_key else ""
-    ask = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    ask = f"curl {url}{path} -H 'Content-Type: application/json'{key} -d '{body}'"
     console.print(f"[dim]Ask: {escape(ask)}[/dim]")
     flag = "" if url == "http://127.0.0.1:8000" else f" --url {url}"
-    console.print(f"[dim]Talk to it: crossdock chat{flag}   Watch it: crossdock top{flag}   Stop: Ctrl-C[/dim]")
+    talk = f"Talk to it: crossdock chat{flag}   " if "messages" in fields else ""
+    console.print(f"[dim]{talk}Watch it: crossdock top{flag}   Stop: Ctrl-C[/dim]")
     console.print(f"[dim]Dashboard: {url}/dashboard[/dim]")

@@ -19,6 +19,7 @@ def check_text_settings(spec: ReplicaSpec) -> None:
         "pools: role": (spec.role, "mixed", f"{_NO_PAGES} that one replica could send to another"),
         "pools: emulated": (spec.emulated and spec.emulated.name, None, "an emulated device computes no vectors"),
         "engine.enable_lora": (engine.enable_lora, False, "a text encoder takes no adapters"),
+        "model.lora_modules": (dict(spec.lora_modules), {}, "a text encoder takes no adapters"),
         "engine.speculative_config": (engine.speculative_config, None, _NO_OUTPUT),
         "engine.quantization": (engine.quantization, None, "the weights of a text encoder stay as they are stored"),
         "engine.kv_cache_host_memory": (engine.kv_cache_host_memory, None, _NO_PAGES),
