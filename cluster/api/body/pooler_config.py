@@ -78,7 +78,7 @@ class EmbeddingDefaults:
             pooling = _POOLING_TYPES[config.pooling_type]
             refusal = ""
         if pooling == "cls" and encoder is None:
-            refusal = f"this model's pooling is that of the first token, which sees no other; {_HINT}"
+            refusal = f"this model's pooling (pooling_mode_cls_token) is not served: {_FIRST}; {_HINT}"
             if config.pooling_type is not None:
                 raise ValueError(f"model.pooler_config: pooling_type CLS is for text encoders; {_FIRST}")
             pooling = "last"

@@ -212,6 +212,15 @@ def test_pooling_that_is_not_served_is_refused_until_another_is_named(
     assert not EmbeddingDefaults.read(folder, PoolerConfig(pooling_type="MEAN")).refusal
 
 
+def test_first_token_of_a_decoder_is_no_vector(tmp_path: Path) -> None:
+    """A text encoder's is one, see tests/cluster/offline/test_text_encoders.py."""
+    with pytest.raises(ApiError, match="'cls' is for text encoders") as refusal:
+        EmbeddingRequest(input="a", pooling="cls").completion(EmbeddingDefaults.read(directory(tmp_path)))
+    assert refusal.value.param == "pooling"
+    with pytest.raises(ValueError, match="pooling_type CLS is for text encoders"):
+        EmbeddingDefaults.read(tmp_path, PoolerConfig(pooling_type="CLS"))
+
+
 def test_matryoshka_sizes_are_those_of_the_model_or_the_config(tmp_path: Path) -> None:
     listed = EmbeddingDefaults.read(
         directory(tmp_path, shape={"is_matryoshka": True, "matryoshka_dimensions": [8, 16]})
