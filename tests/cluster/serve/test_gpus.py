@@ -203,5 +203,6 @@ def test_memory_that_several_models_need_on_one_host_is_checked_together_and_nam
     check_memory_suffices(models, lambda path: sizes[path], 10 << 30)  # two of 4 GiB beside one of 2 GiB
     with pytest.raises(ValueError, match=r"10.0 GiB of memory.* 9.0 GiB are free \(pools.small-mixed: 2.0 GiB in all"):
         check_memory_suffices(models, lambda path: sizes[path], 9 << 30)
+    check_memory_suffices(models, lambda path: sizes[path], 9 << 30, lambda path: path is None)  # large: a text encoder
     on_gpus = load(None, {"models": members, "models.*.pools.*.num_gpus": 1}).each_model
     check_memory_suffices(on_gpus, lambda path: sizes[path], 0)

@@ -16,6 +16,7 @@ from crossdock.cluster.serve.preparation import prepare
 from crossdock.cluster.serve.summary import summary
 from tests.cluster.serve.pools import served_pools as pools
 from tests.cluster.serve.pools.served_pools import metric, processes
+from tests.cluster.watch.terminal import run
 from tests.waiting import eventually
 from tests.workers.text_encoders import POSITIONS, TEXTS, hidden_of, saved
 
@@ -117,3 +118,9 @@ def test_start_refuses_by_name_what_an_encoder_cannot_have(
     with pytest.raises(ValueError, match=reason):
         prepare(config, has_gpus=False)
     assert prepare(load(None, {"model.path": str(folder)}), has_gpus=False)
+
+
+def test_tune_refuses_a_model_without_streams(model: Any, folder: Path) -> None:
+    result = run("tune", str(folder))
+    assert result.exit_code == 2
+    assert "a text encoder has no streams" in result.stderr
