@@ -56,6 +56,8 @@ _MLA: dict[str, Any] = {
     "n_shared_experts": 1,
     "first_k_dense_replace": 1,
 }
+_INDEXED: dict[str, Any] = {**_MLA, "index_topk": 13, "index_head_dim": 20, "index_n_heads": 16}
+"""So many heads that hardly any score is zero: of equal scores transformers chooses any."""
 
 _PLAIN = (
     "aria_text biogpt bitnet cohere2_moe cwm flex_olmo gpt_bigcode granitemoeshared hunyuan_v1_moe hyperclovax jais2 "
@@ -98,6 +100,8 @@ SERVED: dict[str, dict[str, Any]] = {
     "deepseek_v2": _MLA,
     "deepseek_v3": _MLA,
     **dict.fromkeys(("axk1", "glm4_moe_lite", "longcat_flash", "minicpm3", "youtu"), _MLA),
+    **dict.fromkeys(("axk2", "deepseek_v32"), _INDEXED),
+    "glm_moe_dsa": {**_INDEXED, "indexer_types": ["full", "shared", "full", "full"]},
     "gpt_oss": {**_MOE, **_SLIDING, "rope_parameters": _YARN},
     "hunyuan_v1_dense": {},
     "seed_oss": {},
@@ -186,9 +190,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         },
         "layers",
     ),
-    **dict.fromkeys(
-        ("axk2", "deepseek_v32", "glm_moe_dsa", "hy_v4"), (_MLA, "indexed_attention: an indexer chooses the tokens")
-    ),
+    "hy_v4": (_INDEXED, "its indexer chooses the tokens that are read, and was not compared"),
 }
 
 

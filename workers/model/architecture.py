@@ -14,12 +14,17 @@ STATELESS_TYPES = frozenset({"moe", "mlp"})  # layers with neither attention nor
 _WITHOUT_ATTENTION = {"linear_attention", "conv"} | STATELESS_TYPES
 
 
-_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"} | RECURRENT_TYPES | STATELESS_TYPES
+INDEXED_TYPE = "indexed_attention"  # an indexer of the layer, or of an earlier one, chooses the tokens that are read
+INDEXED_MODELS = {"axk2": "halves", "deepseek_v32": "halves", "glm_moe_dsa": "pairs"}
+"""Model types whose indexers are served, and which elements of a query or key these rotate: those that are half a row
+apart, or neighbours."""
+
+_LAYER_TYPES = (
+    {"full_attention", "sliding_attention", "chunked_attention", INDEXED_TYPE} | RECURRENT_TYPES | STATELESS_TYPES
+)
 _BLOCKS = "keys are compressed by blocks of tokens, and KV pages hold a row for each token"
-_INDEXER = "an indexer chooses the tokens that are read; KV pages do not hold its keys, and attention reads all tokens"
 _WHY_NOT = {
-    "indexed_attention": _INDEXER,
-    "minimax_m3_sparse": _INDEXER,
+    "minimax_m3_sparse": "an indexer chooses blocks of tokens for heads with keys and values of their own",
     "compressed_sparse_attention": _BLOCKS,
     "heavily_compressed_attention": _BLOCKS,
 }
@@ -28,7 +33,13 @@ _WHY_NOT = {
 
 def require_served_layers(model_type: str, kinds: Iterable[str]) -> None:
     """Check that all state of layers of these types lies in KV pages. Raises ValueError: names the types."""
-    if unknown := set(kinds) - _LAYER_TYPES:
+    kinds = set(kinds)
+    if INDEXED_TYPE in kinds and model_type not in INDEXED_MODELS:
+        raise ValueError(
+            f"{model_type}: its indexer chooses the tokens that are read, and was not compared with transformers' own; "
+            f"served are {', '.join(INDEXED_MODELS)}"
+        )
+    if unknown := kinds - _LAYER_TYPES:
         reasons = dict.fromkeys(_WHY_NOT.get(kind, "their state does not lie in KV pages") for kind in sorted(unknown))
         raise ValueError(
             f"{model_type} has layers of type {', '.join(sorted(unknown))}: {'; '.join(reasons)}. Served are "
@@ -63,6 +74,11 @@ def num_deep_layers(config: "PretrainedConfig") -> int:
 def layer_kinds(config: "PretrainedConfig") -> list[str]:
     """Return the kind of each layer of a decoder, where its configuration has them."""
     return list(getattr(config, "layer_types", None) or ())
+
+
+def is_indexed(config: "PretrainedConfig") -> bool:
+    """Return whether indexers choose the tokens that a decoder's layers read."""
+    return INDEXED_TYPE in layer_kinds(config)
 
 
 def recurrent_layers(config: "PretrainedConfig") -> list[int]:

@@ -9,9 +9,9 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 from crossdock.kernels.backend import Attention
-from crossdock.workers.model.architecture import text_config
+from crossdock.workers.model.architecture import is_indexed, text_config
 from crossdock.workers.model.cut.part import ModelPart
-from crossdock.workers.model.forward.forward_context import ForwardContext, entered
+from crossdock.workers.model.forward.forward_context import NO_MASK, ForwardContext, entered
 from crossdock.workers.model.forward.step_pictures import PictureRows
 from crossdock.workers.model.pooling import HiddenTap
 
@@ -63,7 +63,9 @@ class Network:
         """
         context = replace(context, attention_chunks=self.attention_chunks, positions=positions)
         with entered(context):
-            inputs = {"position_ids": positions[..., None, :], "logits_to_keep": rows}
+            inputs: dict[str, Any] = {"position_ids": positions[..., None, :], "logits_to_keep": rows}
+            if is_indexed(text_config(self.config)):
+                inputs["attention_mask"] = NO_MASK
             pictures = context.pictures if self.part.position.is_first_stage else None
             if pictures is not None and len(pictures.rows):
                 inputs["inputs_embeds"] = self._embedded(token_ids, pictures)

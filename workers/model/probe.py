@@ -15,6 +15,7 @@ from transformers import DynamicCache, PretrainedConfig
 from crossdock.workers.model.architecture import (
     attention_layers,
     attention_names,
+    is_indexed,
     layer_kinds,
     recurrent_layers,
     require_served_layers,
@@ -25,6 +26,7 @@ from crossdock.workers.model.forward.forward_context import (
     ForwardContext,
     page_size_for,
 )
+from crossdock.workers.model.forward.indexed import give_indexers
 from crossdock.workers.model.forward.latent import has_latents
 from crossdock.workers.model.forward.state_pages import StateLayout
 from crossdock.workers.model.inputs import StepInputs
@@ -32,6 +34,7 @@ from crossdock.workers.model.layers.fixed_order import check_rows
 from crossdock.workers.model.layers.llama_layers import is_packed
 from crossdock.workers.model.layers.replaced_parts import (
     cache_latents_if_equal,
+    cache_latents_with_index,
     fuse_layers_if_equal,
     join_projections_if_equal,
     may_fuse,
@@ -76,6 +79,9 @@ def probe(network: Network, options: LoadOptions, eos_token_ids: frozenset[int] 
     if options.batch_invariant and (reason := _why_variant(network)):
         raise ValueError(f"batch_invariant: {reason}")
     states = _keep_states(network) if recurrent_layers(text_config(network.config)) else None
+    has_index = is_indexed(text_config(network.config))
+    if has_index:
+        network = _keep_index_keys(network, options)
     sequences = ProbeBatch.for_model(network)
     context = ForwardContext(network.attention, probe_lengths=PROBE_LENGTHS)
     ours = sequences.run(network, context)
@@ -88,7 +94,7 @@ def probe(network: Network, options: LoadOptions, eos_token_ids: frozenset[int] 
             f"{network.config.model_type}: logits through paged attention differ from the model's own by "
             f"{check.error(ours):.1%} in norm"
         )
-    if has_latents(text_config(network.config)):
+    if has_latents(text_config(network.config)) and not has_index:
         network, calls = cache_latents_if_equal(network, calls, check)
         calls = _one_call_per_layer(network, calls)
     model = LoadedModel(
@@ -118,6 +124,8 @@ def _why_variant(network: Network) -> str | None:
         return "products of packed weights on GPUs add in an order that follows the number of rows; plain weights run"
     if recurrent_layers(text_config(network.config)):
         return f"{network.config.model_type} has recurrent layers, which compute a chunk in one piece"
+    if is_indexed(text_config(network.config)):
+        return f"indexers of {network.config.model_type} score tokens by products whose order follows the number of rows"
     return None
 
 
@@ -155,6 +163,18 @@ def _with_faster_layers(
         kernels = fuse_layers_if_equal(scaled, check, options)
     kernels = kernels or use_codes(model, check, options.cpu_kernels)
     return replace(scaled, kernels=kernels)
+
+
+def _keep_index_keys(network: Network, options: LoadOptions) -> Network:
+    """Let the layers cache latents and the keys of indexers. Returns the network. ValueError: they cannot."""
+    name = network.config.model_type
+    if options.kv_cache_dtype != "auto":
+        raise ValueError(
+            f"kv_cache_dtype {options.kv_cache_dtype}: indexers of {name} choose tokens by keys in the model's dtype; "
+            f"rounded keys would choose others. Use auto"
+        )
+    give_indexers(network.module, network.part.held_layers)
+    return cache_latents_with_index(network)
 
 
 def _keep_states(network: Network) -> StateLayout:

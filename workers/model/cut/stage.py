@@ -14,7 +14,7 @@ from crossdock.workers.model.cut.position import CannotCut, RankPosition
 _Answer = TypeVar("_Answer")
 
 
-_WITH_TUPLES = {"bamba", "falcon_h1"}  # models that take more than hidden states from a layer
+_WITH_TUPLES = {"bamba", "falcon_h1", "glm_moe_dsa"}  # models that take more than hidden states from a layer
 
 
 class _StageDone(Exception):
@@ -51,7 +51,8 @@ class PipelineStage:
         """Replace the layers of other stages in `model`, which is on the meta device.
 
         Raises:
-            CannotCut: fewer layers than stages, a stage without attention, or layers that share keys and values.
+            CannotCut: fewer layers than stages, a stage without attention, or layers that share keys and values, or
+                what an indexer chose, across stages.
         """
         num_layers = config.num_hidden_layers
         if position.num_stages > num_layers:
@@ -66,6 +67,7 @@ class PipelineStage:
         layers = _decoder_layers(model.get_decoder() if is_multimodal(model.config) else model, num_layers)
         self.first_layer, end = layer_range(num_layers, position.num_stages, position.stage)
         self.num_layers = end - self.first_layer
+        _require_own_indexer(config, self.first_layer)
         self.first_place = self.first_layer
         if recurrent_layers(config):
             places = [layer for layer in attention_layers(config) if layer < end]
@@ -123,6 +125,17 @@ class PipelineStage:
                 for target, source in list(model.all_tied_weights_keys.items()):
                     if name in (target.rpartition(".")[0], source.rpartition(".")[0]):
                         del model.all_tied_weights_keys[target]
+
+
+def _require_own_indexer(config: Any, first_layer: int) -> None:
+    """Check that the first layer of a stage reads no tokens that a layer of another stage chose. Raises CannotCut."""
+    kinds = getattr(config, "indexer_types", None) or ()
+    if first_layer < len(kinds) and kinds[first_layer] == "shared":
+        own = [layer for layer, kind in enumerate(kinds) if kind == "full"]
+        raise CannotCut(
+            f"{config.model_type}: layer {first_layer} would begin a stage, and reads the tokens that an earlier layer "
+            f"chose; stages may begin at layers {', '.join(map(str, own))}. Set another pipeline_parallel_size"
+        )
 
 
 def _decoder_layers(model: Any, num_layers: int) -> nn.ModuleList:

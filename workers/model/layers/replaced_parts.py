@@ -60,11 +60,29 @@ def cache_latents_if_equal(
         if undo is not None:
             undo()
         return network, calls
-    if network.part.position.tensor_size > 1:
-        heads = {call.layer: (0, 1, 1) for call in calls}  # every rank has all latents
-        network = replace(network, part=replace(network.part, heads=heads))
     logger.info("latents are cached, of %d elements a token and layer", context.probe_calls[0].shape.key_dim)
-    return network, context.probe_calls
+    return _with_all_latents(network), context.probe_calls
+
+
+def cache_latents_with_index(network: Network) -> Network:
+    """Let the layers of a model with indexers cache latents, and return the network.
+
+    Raises:
+        ValueError: latents cannot be cached; attention over chosen tokens reads nothing else.
+    """
+    try:
+        cache_latents(network.module, list(network.part.held_layers))
+    except NoLatentsError as reason:
+        raise ValueError(f"{network.config.model_type}: indexers need latents in the KV pages: {reason}") from reason
+    return _with_all_latents(network)
+
+
+def _with_all_latents(network: Network) -> Network:
+    """Return a network whose ranks each hold all latents, which all heads share."""
+    if network.part.position.tensor_size == 1:
+        return network
+    heads = dict.fromkeys(network.part.held_layers, (0, 1, 1))
+    return replace(network, part=replace(network.part, heads=heads))
 
 
 def use_own_experts_if_equal(model: Network, check: LogitsCheck) -> None:

@@ -85,7 +85,8 @@ def can_be_packed(model: Any, name: str) -> bool:
     """Report whether the parameter `name` of a transformers model, on the meta device, may be a packed matrix.
 
     All other parameters are dequantised as they are loaded: those of other modules than linears, those that are tied,
-    and the up-projections of latents, which are read by other code than the linear's own.
+    and the up-projections of latents and the weights of an indexer's heads, which other code than the linear's own
+    reads.
     """
     path, _, attribute = name.rpartition(".")
     module = model.get_submodule(path)
@@ -93,7 +94,8 @@ def can_be_packed(model: Any, name: str) -> bool:
     tied = model.all_tied_weights_keys
     if type(module) is nn.Linear:
         is_up_projection = hasattr(owner, "expand_kv") and path.endswith(".kv_b_proj")
-        return attribute == "weight" and not is_up_projection and name not in {*tied, *tied.values()}
+        is_read = is_up_projection or path.endswith(".indexer.weights_proj")
+        return attribute == "weight" and not is_read and name not in {*tied, *tied.values()}
     return hasattr(module, "is_transposed") and getattr(module, attribute).dim() == 3  # experts that read one at a time
 
 

@@ -1,0 +1,177 @@
+"""Attention over the tokens that an indexer chooses (DeepSeek Sparse Attention), from pages of latents.
+
+A page holds one more row for each token: the indexer's key, which the heads of all queries of the indexer share. A row
+scores the keys of all tokens that it sees. Then it attends to the `top_k` tokens with the highest scores, or to all
+where it sees no more than these. Attention over these few latents costs the same at every length of the context.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from crossdock.kernels.attention import AttentionBatch
+from crossdock.kernels.latent_attention import UpProjections, latent_attention
+
+_SCORED_BYTES = 64 << 20  # of the scores of all heads of an indexer that exist at a time, if those of a row are fewer
+_GATHERED_BYTES = 64 << 20  # of the chosen latents that exist at a time, if those of a row are fewer
+
+
+@dataclass(slots=True)
+class ChosenTokens:
+    """The tokens to which the rows of one step attend, where their sequences are longer than `top_k`."""
+
+    rows: Tensor  # [R] int64, of the flat batch; their sequences are longer than top_k
+    slots: Tensor  # [R, top_k] int32: page * page_size + offset, in the order of tokens; entries past `counts`: 0
+    counts: Tensor  # [R] int32
+    other_rows: Tensor  # [T - R] int64: of sequences that attend to all tokens
+    others: AttentionBatch | None  # these sequences; None: there are none
+
+
+@dataclass(slots=True)
+class Indexer:
+    """What the indexer of one layer computed for the rows of one step, and the tokens that follow from its scores."""
+
+    layer: int
+    keys: Tensor  # [T, Di]
+    queries: Tensor  # [T, Hi, Di]
+    weights: Tensor  # [T, Hi] float32: of each head's score
+    top_k: int
+    chosen: ChosenTokens | None = field(default=None)  # layers that share the indexer's choice read this
+
+
+def indexed_attention(
+    paged_attention: Callable[..., Tensor],
+    q: Tensor,
+    pages: Tensor,
+    index_pages: Tensor,
+    batch: AttentionBatch,
+    up: UpProjections,
+    indexer: Indexer,
+    *,
+    scale: float,
+) -> Tensor:
+    """Compute attention of q [T, H, Dn + Dr] over the latents that `indexer` chooses; return [T, H, Dv], contiguous.
+
+    `pages` and `paged_attention`: as of `latent_attention`. `index_pages` [pages, 1, page, Di] hold the indexer's keys;
+    pages of a layer that shares an earlier layer's choice have none, Di = 0.
+    """
+    if batch.max_kv_len <= indexer.top_k:
+        return latent_attention(paged_attention, q, pages, batch, up, scale=scale)
+    if indexer.chosen is None:
+        indexer.chosen = choose_tokens(indexer, index_pages, batch)
+    chosen = indexer.chosen
+    out = q.new_empty(len(q), len(up.weight), up.value_dim)
+    if chosen.others is not None:
+        others = chosen.other_rows
+        out[others] = latent_attention(paged_attention, q[others], pages, chosen.others, up, scale=scale)
+    page_size = pages.shape[2]
+    step = max(1, _GATHERED_BYTES // (indexer.top_k * pages.shape[3] * pages.itemsize))
+    for first in range(0, len(chosen.rows), step):
+        rows = chosen.rows[first : first + step]
+        slots = chosen.slots[first : first + step].long()
+        counts = chosen.counts[first : first + step]
+        latents = pages[slots // page_size, 0, slots % page_size]  # [n, top_k, R + Dr]
+        one_each = _one_page_each(counts, indexer.top_k)
+        out[rows] = latent_attention(paged_attention, q[rows], latents[:, None], one_each, up, scale=scale)
+    return out
+
+
+def choose_tokens(indexer: Indexer, pages: Tensor, batch: AttentionBatch) -> ChosenTokens:
+    """Choose the tokens of each row of a step by the scores of their keys in `pages` [pages, 1, page, Di].
+
+    A token's score is the sum over the indexer's heads of weight * relu(query · key), in float32. Of equal scores the
+    earlier token is chosen: so a choice does not depend on how a prompt was divided into chunks.
+    """
+    starts, lengths = batch.on_host or (batch.query_start, batch.kv_len)
+    bounds: list[int] = starts.tolist()
+    lens: list[int] = lengths.tolist()
+    page_size = pages.shape[2]
+    device = pages.device
+    is_long = [length > indexer.top_k for length in lens]
+    slots = []
+    counts = []
+    for s in (s for s, chooses in enumerate(is_long) if chooses):
+        length = lens[s]
+        table = batch.page_table[s, : -(-length // page_size)].long()
+        keys = pages[table, 0].flatten(0, 1)[:length].float()
+        heads = max(indexer.queries.shape[1], 1)
+        step = max(1, _SCORED_BYTES // (heads * length * 4))
+        for first in range(bounds[s], bounds[s + 1], step):
+            rows = slice(first, min(first + step, bounds[s + 1]))
+            last = torch.arange(rows.start, rows.stop, device=device) + (length - bounds[s + 1])
+            scores = token_scores(indexer, rows, keys)
+            positions, count = best_tokens(scores, last, indexer.top_k)
+            found = table[positions // page_size] * page_size + positions % page_size
+            slots.append(found.int())
+            counts.append(count)
+    others = [s for s, chooses in enumerate(is_long) if not chooses]
+    return ChosenTokens(
+        _rows_of([s for s, chooses in enumerate(is_long) if chooses], bounds, device),
+        torch.cat(slots),
+        torch.cat(counts),
+        _rows_of(others, bounds, device),
+        _some(batch, others, bounds, lens) if others else None,
+    )
+
+
+def best_tokens(scores: Tensor, last: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """Return the positions [R, top_k] of the highest of `scores` [R, L], ascending, and how many there are, [R] int32.
+
+    Row r sees the tokens up to position `last[r]`. Of equal scores the earlier token is taken. Positions past the
+    number of a row are 0. L is more than `top_k`.
+    """
+    token = torch.arange(scores.shape[1], device=scores.device)
+    is_seen = token <= last[:, None]
+    scores = scores.masked_fill(~is_seen, float("-inf"))
+    least = scores.topk(top_k, dim=1, sorted=False).values.amin(1, keepdim=True)
+    is_above = scores > least
+    is_equal = (scores == least) & is_seen
+    num_left = top_k - is_above.sum(1, keepdim=True)
+    is_chosen = is_above | (is_equal & (is_equal.cumsum(1) <= num_left))
+    row, position = is_chosen.nonzero(as_tuple=True)
+    place = is_chosen.cumsum(1)[row, position] - 1
+    positions = torch.zeros(len(scores), top_k, dtype=torch.long, device=scores.device)
+    positions[row, place] = position
+    # A row of NaN chooses nothing; attention over no token is not defined, and its query is NaN as well.
+    return positions, is_chosen.sum(1).clamp(min=1).int()
+
+
+def token_scores(indexer: Indexer, rows: slice, keys: Tensor) -> Tensor:
+    """Return the scores [n, L] of keys [L, Di], in float32, for some rows of the step: see `choose_tokens`."""
+    by_head = (indexer.queries[rows].float() @ keys.T).relu_()  # [n, Hi, L]
+    return torch.bmm(indexer.weights[rows, None], by_head)[:, 0]
+
+
+def _rows_of(sequences: Sequence[int], bounds: Sequence[int], device: torch.device) -> Tensor:
+    """Return the rows of the flat batch that these sequences own."""
+    rows = [row for s in sequences for row in range(bounds[s], bounds[s + 1])]
+    return torch.tensor(rows, dtype=torch.long, device=device)
+
+
+def _some(
+    batch: AttentionBatch, sequences: Sequence[int], bounds: Sequence[int], lens: Sequence[int]
+) -> AttentionBatch:
+    """Return some sequences of a batch as a batch of their own, which stores nothing."""
+    sizes = [bounds[s + 1] - bounds[s] for s in sequences]
+    starts = torch.tensor([0, *sizes], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+    lengths = torch.tensor([lens[s] for s in sequences], dtype=torch.int32)
+    device = batch.page_table.device
+    return AttentionBatch(
+        starts.to(device),
+        lengths.to(device),
+        batch.page_table[torch.tensor(sequences, device=device)],
+        batch.slots[:0],
+        max(sizes),
+        max(lens[s] for s in sequences),
+        sum(s < batch.num_decodes for s in sequences),
+        on_host=(starts, lengths),
+    )
+
+
+def _one_page_each(counts: Tensor, page_size: int) -> AttentionBatch:
+    """Return a batch of decodes whose tokens, `counts` [n], lie in one page of their own each."""
+    n = len(counts)
+    numbers = torch.arange(n + 1, dtype=torch.int32, device=counts.device)
+    return AttentionBatch(numbers, counts, numbers[:-1, None], numbers[:0].long(), 1, page_size, n)
