@@ -89,10 +89,14 @@ def test_logits_of_chunks_equal_those_of_the_dequantised_model(name: str, tmp_pa
     assert_logits_equal(tmp_path, write(tmp_path, CASES[name], "qwen2", sizes))
 
 
-def test_latents_are_cached_although_their_up_projections_are_packed(tmp_path: Path) -> None:
-    module = write(tmp_path, CASES["fp8 uneven blocks"], "deepseek_v3", SERVED["deepseek_v3"])
+@pytest.mark.parametrize(("architecture", "value_dims"), [("deepseek_v3", {0}), ("glm_moe_dsa", {0, 20})])
+def test_latents_are_cached_although_their_up_projections_are_packed(
+    architecture: str, value_dims: set[int], tmp_path: Path
+) -> None:
+    """The keys of indexers lie where other layers have values."""
+    module = write(tmp_path, CASES["fp8 uneven blocks"], architecture, SERVED[architecture])
     model = load_model(ModelSpec(str(tmp_path), "float32"))
-    assert {shape.value_dim for shape in model.layers} == {0}
+    assert {shape.value_dim for shape in model.layers} == value_dims
     assert any(isinstance(each, CodedLinear) for each in model.module.modules())
     assert_logits_equal(tmp_path, module)
 
