@@ -16,7 +16,7 @@ from crossdock.workers.schedule.request.slo import DEFAULT_CLASS
 from crossdock.workers.schedule.request.submission import Adapter, InvalidField, Submission
 from tests.sweeps import rest_in_soak
 from tests.waiting import eventually
-from tests.workers.architectures import build
+from tests.workers.architectures import SERVED, build
 from tests.workers.lora_oracle import greedy_of, tuned
 from tests.workers.replica.engines import engine_on, greedy, run, tokens_of
 
@@ -193,3 +193,14 @@ def test_engine_without_adapters_refuses_requests_for_one(tmp_path: Path) -> Non
 def test_model_with_recurrent_layers_refuses_adapters_at_the_start() -> None:
     with pytest.raises(ValueError, match="enable_lora: qwen3_next has recurrent layers"):
         wrap_module(build("qwen3_next", {}), LoadOptions(max_lora_rank=8))
+
+
+def test_adapter_of_an_indexer_changes_the_tokens_that_are_read(tmp_path: Path) -> None:
+    module = build("deepseek_v32", SERVED["deepseek_v32"])
+    one = tuned(module, tmp_path / "one", 1, target_modules=r".*\.indexer\.(wq_b|wk|weights_proj)")
+    prompt = [(7 * at) % 90 + 3 for at in range(60)]
+    expected = one.greedy(prompt, 8)
+    assert expected != base_tokens(module, prompt)
+    engine = engine_of(module, max_num_batched_tokens=48, max_num_seqs=16)
+    add(engine, "0", prompt, one.adapter)
+    assert tokens_of(run(engine)["0"]) == expected
