@@ -31,7 +31,7 @@ class ChosenTokens:
 
 @dataclass(slots=True)
 class Indexer:
-    """What the indexer of one layer computed for the rows of one step, and the tokens that follow from its scores."""
+    """Holds what the indexer of one layer computed for the rows of one step, and the tokens that it chose by that."""
 
     layer: int
     keys: Tensor  # [T, Di]

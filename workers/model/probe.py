@@ -125,7 +125,7 @@ def _why_variant(network: Network) -> str | None:
     if recurrent_layers(text_config(network.config)):
         return f"{network.config.model_type} has recurrent layers, which compute a chunk in one piece"
     if is_indexed(text_config(network.config)):
-        return f"indexers of {network.config.model_type} score tokens by products whose order follows the number of rows"
+        return f"indexers of {network.config.model_type} score tokens by sums whose order follows the number of rows"
     return None
 
 

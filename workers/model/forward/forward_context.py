@@ -69,7 +69,7 @@ class ForwardContext:
 _current = threading.local()
 
 NO_MASK = {"indexed_attention": torch.empty(1, 1, 0, 0)}
-"""The masks of a model with indexers, whose layers take a part of their mask: the part is not read in a pass of ours."""
+"""The masks of a model with indexers, whose layers take a part of their mask, which is not read in a pass of ours."""
 
 
 @contextmanager

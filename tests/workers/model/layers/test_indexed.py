@@ -37,7 +37,7 @@ def test_token_of_deepseek_v32_takes_a_fifth_more_than_its_latents() -> None:
     ("options", "reason"),
     [
         (LoadOptions(kv_cache_dtype="fp8"), r"kv_cache_dtype fp8: indexers of deepseek_v32 choose tokens by keys"),
-        (LoadOptions(batch_invariant=True), r"batch_invariant: indexers of deepseek_v32 score tokens by products"),
+        (LoadOptions(batch_invariant=True), r"batch_invariant: indexers of deepseek_v32 score tokens by sums"),
         (LoadOptions(quantization="int8"), r"quantization int8: "),
     ],
 )
@@ -55,7 +55,7 @@ def test_indexers_without_latents_in_pages_are_refused() -> None:
 
 
 def test_indexer_that_would_choose_other_tokens_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Elements rotated in other pairs: the check sees this although its two texts are shorter than most `index_topk`."""
+    """Elements rotated in other pairs: the check of choices sees this where two short texts do not."""
     monkeypatch.setitem(architecture.INDEXED_MODELS, "deepseek_v32", "pairs")
     with pytest.raises(ValueError, match=r"of the tokens that the indexer of layer 0 chooses, .* \d+%"):
         wrap_module(indexed(index_topk=64))
