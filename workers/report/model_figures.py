@@ -60,8 +60,10 @@ class ModelFigures:
     experts: Experts | None = None
     fp8_parameters: float = 0  # of `parameters`, those whose products run in FP8 where the GPU has it
     windows: tuple[Window, ...] = (None,)  # of each group
-    window_bytes: int = 0  # of keys and values that a decode reads in layers with windows, however long its context
-    window_flops: float = 0  # of a prompt token in layers with windows
+    window_bytes: int = 0
+    """Of keys and values that a decode reads in layers with windows, or of tokens that indexers choose, for any
+    context."""
+    window_flops: float = 0  # of a prompt token in layers with windows, or over the tokens that indexers choose
 
     @property
     def held_bytes(self) -> float:
@@ -127,7 +129,13 @@ def figures_of(fields: Mapping[str, Any], stored: Callable[[str], StoredNumber])
     groups = group_layers(windows, [attention.token_bytes] * layers, max_model_len, PAGE_SIZE)
     full = sum(window is None for window in windows)
     seen = sum(min(most_visible(window), max_model_len) for window in windows if window is not None)
+    index = _Index.of(config, layers, hidden)
+    if index is not None:  # every layer reads the tokens that are chosen, and its indexer the keys of all
+        full = 0
+        seen = layers * min(config.size("index_topk"), max_model_len)
     dense = _dense_parts(config, layers, hidden, attention)
+    if index is not None:
+        dense = [*dense, (f"model.layers.{layers - 1}.self_attn.indexer.wq_b", index.parameters)]
     experts, routed = _experts(config, hidden, stored)
     counted = [(number, stored(name)) for name, number in dense]
     return ModelFigures(
@@ -135,11 +143,12 @@ def figures_of(fields: Mapping[str, Any], stored: Callable[[str], StoredNumber])
         weight_bytes=sum(number * how.num_bytes for number, how in counted),
         layers=layers,
         hidden=hidden,
-        token_bytes=full * attention.token_bytes,
-        pair_flops=full * attention.pair_flops,
+        token_bytes=full * attention.token_bytes + (index.token_bytes if index else 0),
+        pair_flops=full * attention.pair_flops + (index.pair_flops if index else 0),
         max_model_len=max_model_len,
         vocab_size=config.size("vocab_size"),
-        page_bytes=PAGE_SIZE * max(len(group.layers) for group in groups) * attention.token_bytes,
+        page_bytes=PAGE_SIZE
+        * (max(len(group.layers) for group in groups) * attention.token_bytes + (index.token_bytes if index else 0)),
         experts=experts,
         fp8_parameters=sum(number for number, how in counted if how.is_fp8) + (routed[0] if routed[1] else 0),
         windows=tuple(group.window for group in groups),
@@ -189,6 +198,36 @@ class _Attention(NamedTuple):
         head_dim = config.size("head_dim", default=hidden // heads)
         kv_heads = config.size("num_key_value_heads", default=heads)
         return cls(2 * hidden * head_dim * (heads + kv_heads), 2 * _BF16 * kv_heads * head_dim, 4 * heads * head_dim)
+
+
+class _Index(NamedTuple):
+    """The indexers of all layers, each of which chooses the tokens that its layer reads, and perhaps later ones."""
+
+    parameters: int
+    token_bytes: int
+    pair_flops: int
+
+    @classmethod
+    def of(cls, config: _Fields, layers: int, hidden: int) -> "_Index | None":
+        """Return the indexers of a decoder; None: it has none. ValueError: a size is missing."""
+        if config.get("index_topk") is None:
+            return None
+        heads = config.size("index_n_heads")
+        width = config.size("index_head_dim")
+        count = _num_indexers(config, layers)
+        parameters = config.size("q_lora_rank") * heads * width + hidden * (width + heads)
+        return cls(count * parameters, count * _BF16 * width, 2 * count * heads * width)
+
+
+def _num_indexers(config: _Fields, layers: int) -> int:
+    """Return how many layers have an indexer of their own: the pattern of GLM-5's configuration, else all."""
+    kinds = config.get("indexer_types", "index_topk_pattern")
+    if kinds is not None:
+        return sum(kind in ("full", "F") for kind in kinds[:layers])
+    every = max(config.get("index_topk_freq") or 1, 1)
+    offset = config.get("index_skip_topk_offset")
+    offset = 2 if offset is None else offset
+    return sum(max(layer - offset + 1, 0) % every == 0 for layer in range(layers))
 
 
 def _dense_parts(config: _Fields, layers: int, hidden: int, attention: _Attention) -> Sequence[tuple[str, int]]:

@@ -62,8 +62,8 @@ DEEPSEEK_V3 = {
     "max_position_embeddings": 163840,
     "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]},
 }
-KINDS = ("llama", "qwen3_moe", "deepseek_v3", "mixtral", "gpt_oss", "glm4_moe", "qwen2_moe", "llama4_text")
-KINDS += ("ernie4_5_moe", "gemma3_text", "gpt_neox", "phi", "qwen2")
+KINDS = ("llama", "qwen3_moe", "deepseek_v3", "deepseek_v32", "mixtral", "gpt_oss", "glm4_moe", "qwen2_moe")
+KINDS += ("llama4_text", "ernie4_5_moe", "gemma3_text", "gpt_neox", "phi", "qwen2")
 
 
 def _plain(_: str) -> StoredNumber:
@@ -167,6 +167,39 @@ def test_layers_with_windows_hold_and_read_no_more_than_their_windows(tmp_path: 
 
 def test_latents_are_the_keys_and_values_of_deepseek() -> None:
     assert figures_of(DEEPSEEK_V3, _plain).token_bytes == 61 * 2 * (512 + 64)
+
+
+DEEPSEEK_V32 = DEEPSEEK_V3 | {
+    "model_type": "deepseek_v32",
+    "index_topk": 2048,
+    "index_n_heads": 64,
+    "index_head_dim": 128,
+}
+
+
+def test_decode_of_a_model_with_indexers_reads_its_chosen_latents_and_the_keys_of_all_tokens(tmp_path: Path) -> None:
+    """However long the context is, 2,048 latents of each layer. So a token of context takes a quarter of the time."""
+    bare = {key: value for key, value in DEEPSEEK_V32.items() if key != "quantization_config"}
+    folder = _folder(tmp_path / "deepseek", bare | {"num_hidden_layers": 4, "quantization_config": None})
+    profile = estimate("h200-tp1", folder)
+    bandwidth = 0.8 * 4.8e12
+    assert profile.cost.per_context == pytest.approx(4 * 2 * 128 / bandwidth)
+    chosen_s = 4 * 2048 * 2 * 576 / bandwidth
+    attention_s = 4 * 2048 * 2 * 128 * (192 + 128) / (0.4 * 989e12)
+    added = profile.cost.per_decode - profile.cost.per_prefill_token
+    assert added == pytest.approx(5e-6 + chosen_s - attention_s)
+    assert profile.page_bytes == 16 * 4 * 2 * (576 + 128)
+    assert profile.cost.per_attended == pytest.approx(4 * 2 * 64 * 128 / (0.4 * 989e12))
+
+
+def test_layers_that_share_a_choice_have_no_indexer() -> None:
+    alone = figures_of(DEEPSEEK_V32, _plain)
+    shared = figures_of(DEEPSEEK_V32 | {"index_topk_freq": 4, "index_skip_topk_offset": 2}, _plain)
+    assert alone.token_bytes == 61 * 2 * 128
+    assert shared.token_bytes == 16 * 2 * 128
+    assert alone.parameters - shared.parameters == 45 * (1536 * 64 * 128 + 7168 * (128 + 64))
+    named = DEEPSEEK_V32 | {"indexer_types": ["full"] * 16 + ["shared"] * 45}
+    assert figures_of(named, _plain).token_bytes == shared.token_bytes
 
 
 def test_deepseek_in_fp8_fits_eight_gpus_of_141_gb(tmp_path: Path) -> None:
