@@ -75,6 +75,6 @@ def with_loads(
 
 def saved_seconds(loads: Loads, cached: Floats, more: Floats) -> Floats:
     """Return about how many seconds of a replica's time `more` cached tokens save, without the fixed part of steps."""
-    per_token = loads.cost.per_prefill_token + loads.cost.per_attended * (cached + more / 2)
+    per_token = loads.cost.per_token(cached + more / 2, 0.0)
     saved: Floats = more * per_token * loads.pipeline.interval_share
     return saved

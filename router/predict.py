@@ -97,7 +97,7 @@ def with_output(
     """Return the prediction for a prompt and an expected output of `output` tokens. The other arguments are those of
     `predict_prompt`."""
     slo = classes[priority]
-    token: Any = loads.joining.seconds + loads.cost.per_context * num_tokens
+    token: Any = loads.joining.seconds + loads.cost.context_seconds(num_tokens, 1)
     token = token + loads.cost.per_adapted * adapter if adapter else token
     gap = loads.future.gap + loads.joining.share * token
     evicted = _evicted_seconds(loads, num_tokens + output, cached)

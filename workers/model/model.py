@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, group_layouts
-from crossdock.workers.model.architecture import text_config
+from crossdock.workers.model.architecture import is_indexed, text_config
 from crossdock.workers.model.forward.forward_context import ForwardContext
 from crossdock.workers.model.forward.layer_tap import LayerTap
 from crossdock.workers.model.forward.row_adapters import RowAdapters
@@ -18,6 +18,7 @@ from crossdock.workers.model.kv_pool import KVPool
 from crossdock.workers.model.lora.adapters import Adapters
 from crossdock.workers.model.network import Network
 from crossdock.workers.model.pictures.vision import PictureEncoder
+from crossdock.workers.schedule.cost.cost import NO_LIMIT
 from crossdock.workers.schedule.memory.layer_groups import LayerGroup
 from crossdock.workers.schedule.memory.prefix_index import Window
 
@@ -80,6 +81,12 @@ class LoadedModel(Network):
         """Return the number of decoder layers of the whole model."""
         number: int = text_config(self.config).num_hidden_layers
         return number
+
+    @property
+    def most_context(self) -> float:
+        """Return the most tokens that a row attends to: as many as its indexers choose, if the model has some."""
+        decoder = text_config(self.config)
+        return float(decoder.index_topk) if is_indexed(decoder) else NO_LIMIT
 
     def tap_layers(self, layers: Sequence[int]) -> None:
         """Have forward passes keep the hidden states that enter `layers`, for `layer_tap.take`.

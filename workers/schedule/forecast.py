@@ -153,7 +153,9 @@ class Forecast:
         chunks = sum(
             [self.chunk_seconds(part.request, part.start, part.num_tokens) for part in scheduled[num_decodes:]]
         )
-        fixed = max(cost.seconds(work) - chunks - cost.per_context * work.context, 0.0)
+        most = cost.most_context
+        context = sum([min(part.start, most) for part in scheduled[:num_decodes]])
+        fixed = max(cost.seconds(work) - chunks - cost.per_context * context, 0.0)
         parts, per_context = (scheduled[:num_decodes], cost.per_context) if num_decodes else (scheduled, 0.0)
         fixed *= self.interval_share / sum([part.num_tokens for part in parts])
         per_context *= self.interval_share
@@ -161,7 +163,7 @@ class Forecast:
         one_of = dict[tuple[int, str], Request]()
         for part in parts:  # short: this runs for every token of every stream
             request = part.request
-            seconds = fixed * part.num_tokens + per_context * part.start
+            seconds = fixed * part.num_tokens + per_context * min(part.start, most)
             request.charged_s += seconds
             key = request.priority, request.tenant
             spent[key] += seconds

@@ -44,7 +44,7 @@ def warm_up(engine: Engine) -> SchedulingProfile:
 
     with model.pool.memory_paused():
         sweep = remembered_sweep(engine, lambda: _sweep(engine), lambda: _check(engine))
-        fit = engine.calibrate(sweep, _intervals(engine))
+        fit = engine.calibrate(sweep, _intervals(engine), model.most_context)
         engine.scheduler.forecast.scored_factor = remembered_factor(engine, lambda: _scored_factor(engine))
         if pictures := _encoder_sweep(engine):
             engine.calibrate_encoder(pictures)
@@ -124,10 +124,12 @@ def _sweep(engine: Engine) -> list[tuple[StepWork, float]]:
         measure((shallow, large))
         for start, tokens in product((shallow, deep), (small, min(16, small))):  # a chunk of any size reads the context
             measure((start, tokens))
+    most = engine.model.most_context
+    contexts = (32, 256, 2048, *([int(2 * most), int(8 * most)] if most < longest else []))
     for streams in _SWEPT_STREAMS:
         if streams > config.max_num_seqs:
             break
-        for context in (32, 256, 2048) if streams in _STREAMS_IN_CONTEXT else (32,):
+        for context in contexts if streams in _STREAMS_IN_CONTEXT else (32,):
             if (
                 context < longest
                 and streams * context <= _SWEPT_CONTEXT

@@ -274,7 +274,8 @@ def _calibrate(engine: Engine, profile: SchedulingProfile) -> None:
         works += [NO_WORK.plus_chunk(0, min(256, most), size) for size in _ADAPTERS]
     sweep = [(work, cost.seconds(work)) for work in works]
     alone = [seconds for _, seconds in sweep] if profile.pipeline_parallel_size > 1 else []
-    fit = engine.calibrate(sweep, [(profile.interval_share * seconds, seconds) for seconds in alone])
+    intervals = [(profile.interval_share * seconds, seconds) for seconds in alone]
+    fit = engine.calibrate(sweep, intervals, cost.most_context)
     fit.overrun = profile.overrun
     engine.scheduler.learn(fit.cost, fit.overrun, engine.intervals.share)
     if (encoder := profile.encoder_cost) is not None:

@@ -14,7 +14,7 @@ from crossdock.workers.replica.engine.executor import Drafts, Executor, TokenSam
 from crossdock.workers.replica.engine.pipeline import FinishedStep, Pipeline
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.ahead import assume_ended
-from crossdock.workers.schedule.cost.cost import StepWork
+from crossdock.workers.schedule.cost.cost import NO_LIMIT, StepWork
 from crossdock.workers.schedule.cost.cost_fit import IntervalShare, StepCostFit
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCostFit
 from crossdock.workers.schedule.pictures.encoding import ItemFailure
@@ -359,13 +359,17 @@ class Engine:
             return self.pipeline.compute_often(batch, times)
 
     def calibrate(
-        self, sweep: Sequence[tuple[StepWork, float]], intervals: Sequence[tuple[float, float]] = ()
+        self,
+        sweep: Sequence[tuple[StepWork, float]],
+        intervals: Sequence[tuple[float, float]] = (),
+        most_context: float = NO_LIMIT,
     ) -> StepCostFit:
         """Predict the seconds of steps from now on, beginning with the measurements in `sweep`.
 
-        `intervals`: (interval, seconds alone) of the steps of a full pipeline.
+        `intervals`: (interval, seconds alone) of the steps of a full pipeline. `most_context`: see `StepCost`.
         """
-        self.cost_fit, self.intervals = StepCostFit(sweep), IntervalShare(intervals)
+        self.cost_fit = StepCostFit(sweep, most_context=most_context)
+        self.intervals = IntervalShare(intervals)
         pipeline = self.pipeline
         if self._step_deadline is not None and self.model.device.type == "cuda" and pipeline.deadline is None:
             # Not before: first steps compile kernels, for minutes.

@@ -43,7 +43,7 @@ def remembered_sweep(
         return measure()
     path, key = _file("sweep", engine)
     if (sweep := _read(path, key)) is not None:
-        cost = StepCostFit(sweep).cost
+        cost = StepCostFit(sweep, most_context=engine.model.most_context).cost
         ratios = [seconds / max(cost.seconds(work), 1e-9) for work, seconds in check()]
         shown = ", ".join(f"{ratio:.2f}" for ratio in ratios)
         least = min(ratios, default=1.0)

@@ -98,6 +98,7 @@ class StepWork(NamedTuple):
 
 
 NO_WORK = StepWork()
+NO_LIMIT = 1e12  # tokens: more than any context or chunk has
 NO_ADAPTERS = AdapterWork(0, 0)
 
 
@@ -105,8 +106,8 @@ class StepCost(BaseModel, CostFormula[float]):
     """seconds(step) = base + per_prefill_token·tokens + per_attended·Σ chunk·(context + chunk/2)
     + per_decode·(decodes + drafts) + per_context·Σ context of decodes + per_chunk_context·Σ context of chunks
     + per_early_row·min(rows, breakpoint_rows) + per_adapter·Σ numbers of each adapter of decodes
-    + per_adapted·Σ numbers of the adapter of each row, and at least `least_with_chunk` if the step has a chunk or
-    drafts. Measured, never configured; in seconds.
+    + per_adapted·Σ numbers of the adapter of each row + per_far·tokens beyond `most_context`, and at least
+    `least_with_chunk` if the step has a chunk or drafts. Measured, never configured; in seconds.
 
     The pages before a decode are read once for it, and those before a chunk once for a chunk of any size. Without the
     context of chunks, a one-page chunk 12k tokens deep is predicted a fifth too short (SmolLM2-135M, Zen 4,
@@ -127,6 +128,11 @@ class StepCost(BaseModel, CostFormula[float]):
     adapters, 12 % with rows alone and 6 % with both (SmolLM2-135M, Zen 3, 2026-11-26). Chunks read matrices too, but
     have many rows. The prices are learnt from steps that serve requests: at a start there is no adapter to measure, and
     a replica that never has one solves for no more coefficients.
+
+    Where an indexer chooses the tokens that a row reads, a row attends to at most `most_context` of them: only these
+    count for `per_attended` and `per_context`. Scoring each token beyond costs `per_far` a row. Sums are bounded, not
+    each row: unlike contexts in one step count as their mean, and a prompt that begins before `most_context` as the
+    middle of its tokens, by which its attention is predicted too long by a third at most.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -142,6 +148,8 @@ class StepCost(BaseModel, CostFormula[float]):
     per_chunk_context: float = Field(default=0.0, ge=0)  # absent: `per_context`
     per_adapter: float = Field(default=0.0, ge=0)
     per_adapted: float = Field(default=0.0, ge=0)
+    most_context: float = Field(default=NO_LIMIT, gt=0)
+    per_far: float = Field(default=0.0, ge=0)
 
     larger = staticmethod(max)
     smaller = staticmethod(min)
@@ -176,12 +184,15 @@ class StepCost(BaseModel, CostFormula[float]):
 
     @property
     def advertised(self) -> tuple[float, ...]:
-        """Return the coefficients as a live profile has them: without those of adapters where none were learnt."""
-        return self.coefficients if self.per_adapter or self.per_adapted else self.coefficients[:-2]
+        """Return the coefficients as a live profile has them: without the last ones where these are as by default."""
+        if self.most_context < NO_LIMIT:
+            return self.coefficients
+        return self.coefficients[:-2] if self.per_adapter or self.per_adapted else self.coefficients[:-4]
 
     def slowed(self, scale: float) -> "StepCost":
         """Return the cost of a device that takes `scale` times as long."""
-        seconds = {name: getattr(self, name) * scale for name in type(self).model_fields if name != "breakpoint_rows"}
+        names = type(self).model_fields.keys() - {"breakpoint_rows", "most_context"}
+        seconds = {name: getattr(self, name) * scale for name in names}
         return self.model_copy(update=seconds)
 
     def seconds(self, work: StepWork) -> float:
@@ -193,20 +204,23 @@ class StepCost(BaseModel, CostFormula[float]):
         """Return the predicted seconds of a step if launching its kernels took no time."""
         tokens, attended, decodes, context, drafts, chunk_context, adapters, adapted = work
         logits = decodes + drafts
-        seconds = self.chunks_seconds(tokens, attended, tokens + logits, chunk_context)
-        return self._with_decodes(seconds, logits, context, adapters, adapted)
+        seconds = self.chunks_seconds(tokens, attended, tokens + logits, chunk_context, drafts)
+        return self._with_decodes(seconds, logits, self.context_seconds(context, decodes), adapters, adapted)
 
     def decode_step_seconds(self, decodes: float, context: float, adapters: float = 0.0, adapted: float = 0.0) -> float:
         """Return the predicted seconds of a step of `decodes` streams alone, with `context` tokens in total.
 
         `adapters`, `adapted`: as in `StepWork`.
         """
-        alone = self.chunks_seconds(0.0, 0.0, decodes, 0.0)
-        return self._with_decodes(alone, decodes, context, adapters, adapted)
+        alone = self.chunks_seconds(0.0, 0.0, decodes, 0.0, 0.0)
+        return self._with_decodes(alone, decodes, self.context_seconds(context, decodes), adapters, adapted)
 
-    def _with_decodes(self, seconds: float, logits: float, context: float, adapters: float, adapted: float) -> float:
-        """Return the seconds of a step that takes `seconds` without its decodes and drafts, `logits` in number."""
-        seconds += self.per_decode * logits + self.per_context * context
+    def _with_decodes(self, seconds: float, logits: float, read_s: float, adapters: float, adapted: float) -> float:
+        """Return the seconds of a step that takes `seconds` without its decodes and drafts, `logits` in number.
+
+        `read_s`: in which the context of decodes is read.
+        """
+        seconds += self.per_decode * logits + read_s
         return seconds + (self.per_adapter * adapters + self.per_adapted * adapted)
 
     def draft_seconds(self, rows: float, context: float, adapter: float = 0) -> float:
@@ -216,7 +230,7 @@ class StepCost(BaseModel, CostFormula[float]):
         the matrices of the stream's adapter.
         """
         early = self.per_early_row * min(max(self.breakpoint_rows - rows, 0.0), 1.0) if self.per_early_row else 0.0
-        return self.per_decode + self.per_attended * (context + 1.5) + self.per_adapted * adapter + early
+        return self.per_decode + self.attended_seconds(context + 1.5, 1.0) + self.per_adapted * adapter + early
 
     def chunk_seconds(self, start: int, num_tokens: float, adapter: float = 0) -> float:
         """Return the seconds that a chunk of `num_tokens` after `start` tokens adds to a step of many rows.
@@ -243,14 +257,24 @@ class StepCost(BaseModel, CostFormula[float]):
         if seconds < self.least_with_chunk:
             return 0.0
         left = seconds - (self.device_seconds(work) if alone is None else alone) - self.per_chunk_context * start
-        per_token = self.per_token(start, adapter)
         early_rows = self.breakpoint_rows - work.rows
         if early_rows <= 0:
-            return _most_tokens(left, per_token, self.per_attended)
-        tokens = _most_tokens(left, max(per_token + self.per_early_row, 0.0), self.per_attended)
+            return self._tokens_in(left, start, adapter)
+        tokens = self._tokens_in(left, start, adapter, self.per_early_row)
         if tokens < early_rows:
             return tokens
-        return max(_most_tokens(left - self.per_early_row * early_rows, per_token, self.per_attended), early_rows)
+        return max(self._tokens_in(left - self.per_early_row * early_rows, start, adapter), early_rows)
+
+    def _tokens_in(self, seconds: float, start: int, adapter: float, more: float = 0.0) -> float:
+        """Return the tokens of a chunk that take `seconds`, each `more` than in a step of many rows."""
+        most = self.most_context
+        if start < most:
+            per_token = max(self.per_token(start, adapter) + more, 0.0)
+            tokens = _most_tokens(seconds, per_token, self.per_attended)
+            if start + tokens / 2 <= most:
+                return tokens
+        per_token = self.per_token(most, adapter) + self.per_far * (start - most) + more
+        return _most_tokens(seconds, per_token, self.per_far)
 
     def prefill_seconds(self, start: float, end: float, chunk: float, adapter: float = 0) -> float:
         """Return the seconds of a prompt's tokens `[start, end)`, in chunks of `chunk` tokens; 0 without tokens."""
@@ -262,7 +286,6 @@ class StepCost(BaseModel, CostFormula[float]):
 
 
 _coefficients = attrgetter(*StepCost.model_fields)
-_NO_LIMIT = 1e12  # tokens
 _ROUNDING = 1e-9  # seconds per row
 
 
@@ -271,6 +294,6 @@ def _most_tokens(seconds: float, per_token: float, per_attended: float) -> float
     if seconds <= 0:
         return 0.0
     if per_token <= 0 and per_attended <= 0:
-        return _NO_LIMIT
+        return NO_LIMIT
     root = sqrt(per_token * per_token + 2 * per_attended * seconds)
-    return min(2 * seconds / (per_token + root), _NO_LIMIT)  # the form of the positive root without cancellation
+    return min(2 * seconds / (per_token + root), NO_LIMIT)  # the form of the positive root without cancellation

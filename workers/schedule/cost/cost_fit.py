@@ -9,7 +9,7 @@ from math import inf
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdock.workers.schedule.cost.cost import StepCost, StepWork
+from crossdock.workers.schedule.cost.cost import NO_LIMIT, StepCost, StepWork
 
 _Floats = NDArray[np.float64]
 
@@ -22,12 +22,14 @@ before it. So the fit of each shape is one of non-negative least squares, and no
 """
 _BREAKPOINT_OF, _SIGN_OF = np.array(_SHAPES, dtype=np.float64).T  # of every shape
 
-_SCALE = np.array([1.0, 1e2, 1e5, 1e1, 1e4, 1e4, 1e2, 1e7, 1e8])
-"""The columns differ by nine orders of magnitude; scaled, the normal equations are solvable. The last two are those
-of adapters, which are solved for once a step had some."""
+_SCALE = np.array([1.0, 1e2, 1e5, 1e1, 1e4, 1e4, 1e2, 1e7, 1e8, 1e5])
+"""The columns differ by nine orders of magnitude; scaled, the normal equations are solvable. The last three are those
+of adapters, and of tokens that an indexer scores alone. They are solved for once a step had some."""
 
 _COLUMNS = len(_SCALE)
-_ALIKE = 1e-5 * np.outer(*[np.array([0, 0, 0, 0, 1, -1, 0, 0, 0])] * 2)
+_USUAL = range(_COLUMNS - 3)
+_ADAPTERS = range(_COLUMNS - 3, _COLUMNS - 1)
+_ALIKE = 1e-5 * np.outer(*[np.array([0, 0, 0, 0, 1, -1, 0, 0, 0, 0])] * 2)
 """Makes a token of context cost the same before a chunk as before a decode, where no step shows what one of them costs.
 Relative to the trace of the matrix, so that a single step that shows it outweighs this."""
 
@@ -44,6 +46,7 @@ _MOST_RATIO = 3.0  # interval / predicted latency that counts at most: one pause
 class _Sums:
     """The sums of the normal equations, for every shape at once, and of the seconds of steps that launching bounds."""
 
+    most_context: float  # of the cost
     matrix: _Floats = field(default_factory=lambda: np.zeros((len(_SHAPES), _COLUMNS, _COLUMNS)))
     vector: _Floats = field(default_factory=lambda: np.zeros((len(_SHAPES), _COLUMNS)))
     square: float = 0.0  # of the seconds, relative to the scale
@@ -52,7 +55,7 @@ class _Sums:
 
     def add(self, work: StepWork, seconds: float, scale: float) -> None:
         """Add a step whose seconds depend on its work. `scale`: seconds that errors are relative to."""
-        rows = _columns(work) / scale
+        rows = _columns(work, self.most_context) / scale
         self.matrix += rows[:, :, None] * rows[:, None, :]
         self.vector += rows * (seconds / scale)
         self.square += (seconds / scale) ** 2
@@ -72,6 +75,7 @@ class _Sums:
 
     def plus(self, other: "_Sums") -> "_Sums":
         return _Sums(
+            self.most_context,
             self.matrix + other.matrix,
             self.vector + other.vector,
             self.square + other.square,
@@ -81,13 +85,17 @@ class _Sums:
 
     def solve(self, shape: int) -> tuple[StepCost, float]:
         """Return the cost of the shape that fits best, and its squared error."""
-        count = _COLUMNS if self.vector[shape, -1] else _COLUMNS - 2
-        matrix = np.ascontiguousarray(self.matrix[shape, :count, :count])
-        vector = self.vector[shape, :count]
-        found = non_negative_solution(matrix + np.trace(matrix) * _ALIKE[:count, :count], vector)
+        columns = [*_USUAL, *(_ADAPTERS if self.vector[shape, _ADAPTERS[-1]] else ())]
+        columns += [_COLUMNS - 1] if self.vector[shape, -1] else []
+        square = np.ix_(columns, columns)
+        matrix = self.matrix[shape][square]
+        vector = self.vector[shape, columns]
+        found = non_negative_solution(matrix + np.trace(matrix) * _ALIKE[square], vector)
         error = self.square + float(found @ matrix @ found - 2 * vector @ found)
         least = self.launch / self.launch_weight if self.launch_weight else 0.0
-        return _cost(shape, found / _SCALE[:count], least), max(error, 0.0) + _EXACT * self.square
+        coefficients = np.zeros(_COLUMNS)
+        coefficients[columns] = found / _SCALE[columns]
+        return _cost(shape, coefficients, least, self.most_context), max(error, 0.0) + _EXACT * self.square
 
 
 _EXACT = 1e-3  # squared relative error for which no shape is preferred: 3 %, the noise of the best of three steps
@@ -115,6 +123,7 @@ class StepCostFit:
 
     sweep: Sequence[tuple[StepWork, float]]  # (work, seconds) measured at the start; at least one
     memory: int = 512  # steps after which an observation's weight is 1/e: seconds of decodes, enough to average
+    most_context: float = NO_LIMIT  # tokens that a row attends to, where an indexer chooses them
     cost: StepCost = field(init=False)
     num_rejected: int = 0
     overrun: float = 1.2  # until steps with chunks are seen: 1.1 to 1.2 was measured live
@@ -122,7 +131,7 @@ class StepCostFit:
 
     Predicted by the cost of now: so what the cost has learnt of a slower machine is not counted twice."""
     _sweep_sums: _Sums = field(init=False)
-    _sums: _Sums = field(default_factory=_Sums)
+    _sums: _Sums = field(init=False)
     _shape: int = 0  # the shape in use
     _other: int = 0  # the shape that the last fit compared with it
     _errors: deque[float] = field(init=False)
@@ -135,7 +144,8 @@ class StepCostFit:
             raise ValueError("sweep must have at least one measured step")
         self._errors = deque(maxlen=self.memory)
         self._chunked = deque(maxlen=self.memory // 4)
-        self._sweep_sums, self._shape = _of_sweep(self.sweep)
+        self._sums = _Sums(self.most_context)
+        self._sweep_sums, self._shape = _of_sweep(self.sweep, self.most_context)
         self._fit()
 
     def observe(self, work: StepWork, seconds: float) -> float:
@@ -182,36 +192,36 @@ class StepCostFit:
             self.overrun = max(float(np.quantile(ratios, 0.95)), 1.0)
 
 
-def _of_sweep(sweep: Sequence[tuple[StepWork, float]]) -> tuple[_Sums, int]:
+def _of_sweep(sweep: Sequence[tuple[StepWork, float]], most_context: float) -> tuple[_Sums, int]:
     """Return the sums of the sweep, and the shape that fits it best.
 
     Launching may bound the shortest steps with a chunk. How many steps are bound is found by trial.
     """
     ordered = sorted(sweep, key=lambda step: (step[0].is_decodes_alone, step[1]))
     num_with_chunk = sum(not work.is_decodes_alone for work, _ in sweep)
-    best = _split(ordered, 0)
+    best = plain_sums = _split(ordered, 0, most_context)
     best_error = inf
     for num_launched in range(max(num_with_chunk - _LEAST_BEYOND, 0) + 1):
-        sums = _split(ordered, num_launched)
+        sums = _split(ordered, num_launched, most_context)
         cost, _ = sums.solve(0)
         error = _squared_error(cost, sweep)
         if num_launched and error >= _CLEARLY * best_error:
             continue
         best = sums
         best_error = error
-    plain = _best_shape(_split(ordered, 0), sweep)
+    plain = _best_shape(plain_sums, sweep)
     bounded = _best_shape(best, sweep)
     if bounded[1] < _CLEARLY**2 * plain[1]:
         return best, bounded[0]
-    return _split(ordered, 0), plain[0]
+    return plain_sums, plain[0]
 
 
 _LEAST_BEYOND = 3  # steps with a chunk that launching does not bound: fewer do not show what a chunk costs
 
 
-def _split(ordered: Sequence[tuple[StepWork, float]], num_launched: int) -> _Sums:
+def _split(ordered: Sequence[tuple[StepWork, float]], num_launched: int, most_context: float) -> _Sums:
     """Return the sums of steps of which launching bounds the first `num_launched`."""
-    sums = _Sums()
+    sums = _Sums(most_context)
     for number, (work, seconds) in enumerate(ordered):
         if number < num_launched:
             sums.add_launch(seconds, seconds)
@@ -233,23 +243,25 @@ def _squared_error(cost: StepCost, sweep: Sequence[tuple[StepWork, float]]) -> f
     return sum((cost.seconds(work) / seconds - 1) ** 2 + _EXACT for work, seconds in sweep)
 
 
-def _columns(work: StepWork) -> _Floats:
+def _columns(work: StepWork, most_context: float) -> _Floats:
     """Return the scaled factors of the coefficients, for every shape."""
     columns = np.empty((len(_SHAPES), _COLUMNS))
     tokens, attended, decodes, context, drafts, chunk_context, *adapters = work
-    columns[:, :-3] = (1.0, tokens, attended, decodes + drafts, context, chunk_context)
+    near = min(attended, most_context * (tokens + drafts))
+    near_context = min(context, most_context * decodes)
+    columns[:, :6] = (1.0, tokens, near, decodes + drafts, near_context, chunk_context)
     before = np.minimum(_BREAKPOINT_OF, work.rows)
-    columns[:, -3] = np.where(_SIGN_OF > 0, work.rows - before, before)
-    columns[:, -2:] = adapters
+    columns[:, 6] = np.where(_SIGN_OF > 0, work.rows - before, before)
+    columns[:, 7:] = (*adapters, attended - near + context - near_context)
     columns /= _SCALE
     return columns
 
 
-def _cost(shape: int, found: _Floats, least: float) -> StepCost:
-    """Return the cost with the solution of one shape, whose last coefficients are of the breakpoint and of adapters."""
+def _cost(shape: int, found: _Floats, least: float, most_context: float) -> StepCost:
+    """Return the cost with the solution of one shape, `[column]`."""
     breakpoint, sign = _SHAPES[shape]
     base, per_prefill_token, per_attended, per_decode, per_context, per_chunk_context, extra = map(float, found[:7])
-    per_adapter, per_adapted = map(float, found[7:]) if len(found) > 7 else (0.0, 0.0)
+    per_adapter, per_adapted, per_far = map(float, found[7:])
     beyond = extra if sign > 0 else 0.0
     return StepCost(
         base=base,
@@ -263,6 +275,8 @@ def _cost(shape: int, found: _Floats, least: float) -> StepCost:
         least_with_chunk=least,
         per_adapter=per_adapter,
         per_adapted=per_adapted,
+        most_context=most_context,
+        per_far=per_far,
     )
 
 

@@ -28,6 +28,8 @@ class CostFormula(Generic[Figure]):
     per_chunk_context: Figure
     per_adapter: Figure
     per_adapted: Figure
+    most_context: Figure
+    per_far: Figure
 
     larger: ClassVar[Callable[..., Any]]  # of two figures
     smaller: ClassVar[Callable[..., Any]]
@@ -39,12 +41,26 @@ class CostFormula(Generic[Figure]):
         seconds: Figure = self.per_early_row * self.smaller(rows, self.breakpoint_rows)
         return seconds
 
-    def chunks_seconds(self, tokens: Figure, attended: Figure, rows: Figure, chunk_context: Figure) -> Figure:
+    def attended_seconds(self, attended: Figure, rows: Figure) -> Figure:
+        """Return the seconds in which attention of `rows` rows of prompts or drafts reads `attended` tokens in all."""
+        near = self.smaller(attended, self.most_context * rows)
+        seconds: Figure = self.per_attended * near + self.per_far * (attended - near)
+        return seconds
+
+    def context_seconds(self, context: Figure, decodes: Figure) -> Figure:
+        """Return the seconds in which attention of `decodes` streams reads `context` tokens in all."""
+        near = self.smaller(context, self.most_context * decodes)
+        seconds: Figure = self.per_context * near + self.per_far * (context - near)
+        return seconds
+
+    def chunks_seconds(
+        self, tokens: Figure, attended: Figure, rows: Figure, chunk_context: Figure, drafts: Figure
+    ) -> Figure:
         """Return the seconds of a step without what decodes and adapters add, if launching its kernels takes no time.
 
         The quantities are those of `StepWork`; `rows` counts those of decodes too.
         """
-        seconds = self.base + self.per_prefill_token * tokens + self.per_attended * attended
+        seconds = self.base + self.per_prefill_token * tokens + self.attended_seconds(attended, tokens + drafts)
         early: Figure = self.per_early_row * self.smaller(
             rows, self.breakpoint_rows
         )  # `early_seconds`: a call takes time
@@ -66,7 +82,8 @@ class CostFormula(Generic[Figure]):
 
         `adapter`: numbers in the matrices of the chunk's adapter.
         """
-        seconds = self.chunks_seconds(num_tokens, num_tokens * (start + num_tokens / 2), num_tokens, start)
+        none = num_tokens * 0
+        seconds = self.chunks_seconds(num_tokens, num_tokens * (start + num_tokens / 2), num_tokens, start, none)
         if adapter:
             seconds = seconds + self.per_adapted * (num_tokens * adapter)
         longer: Figure = self.larger(seconds, self.least_with_chunk * (num_tokens > 1))
@@ -74,7 +91,8 @@ class CostFormula(Generic[Figure]):
 
     def per_token(self, context: Figure, adapter: float) -> Figure:
         """Return the seconds of a prompt token after `context` tokens, in a step of many rows."""
-        seconds = self.per_prefill_token + self.per_attended * context
+        near = self.smaller(context, self.most_context)
+        seconds: Figure = self.per_prefill_token + self.per_attended * near + self.per_far * (context - near)
         return seconds + self.per_adapted * adapter if adapter else seconds
 
     def many_rows_seconds(self, start: Figure, num_tokens: Figure, adapter: float = 0) -> Figure:
@@ -114,6 +132,8 @@ class StepCosts(CostFormula[Floats]):
     per_chunk_context: Floats
     per_adapter: Floats
     per_adapted: Floats
+    most_context: Floats
+    per_far: Floats
 
     larger = staticmethod(np.maximum)
     smaller = staticmethod(np.minimum)

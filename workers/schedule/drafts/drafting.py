@@ -203,7 +203,8 @@ class DraftPolicy:
                 first = acceptance.probability_if_worth(stream.id, match, needed, shortest)
                 most = stream.most if first else most
             if most > 0:
-                row_seconds = cost.per_decode + cost.per_attended * stream.context + cost.per_adapted * stream.adapter
+                row_seconds = cost.per_decode + cost.attended_seconds(stream.context, 1.0)
+                row_seconds += cost.per_adapted * stream.adapter
                 factor = acceptance.factor(stream.id)
                 accepted = first, factor, row_seconds, stream.again, stream.adapter
                 chains.append(_Chain(stream.id, stream.context, stream.forced, most, match, *accepted))

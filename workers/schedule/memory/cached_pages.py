@@ -22,6 +22,7 @@ class EvictionPrice:
         # Seconds of a token, and how much longer the next one takes.
         self._first_token = 0.0
         self._next_token = 0.0
+        self._most_context = inf
         self._load_s = inf  # of a page, from a tier that keeps evicted ones
         self._eviction_age = 0.0  # mean seconds from the last use to the eviction
         self._num_evicted = 0.0  # in that mean
@@ -37,13 +38,15 @@ class EvictionPrice:
         """Note the seconds that the computation of pages costs, and those to load one from a tier below the pool."""
         self._first_token = cost.per_prefill_token
         self._next_token = cost.per_attended
+        self._most_context = cost.most_context
         self._load_s = load_s
 
     def used(self, number: int, age: float) -> None:
         """Count page `number` of a prefix, which is used again after `age` seconds."""
         if self._eviction_age and 2 * age >= self._eviction_age:
             tokens = self._page_tokens
-            self._saved_s += min(tokens * (self._first_token + self._next_token * tokens * number), self._load_s)
+            read = min(tokens * number, self._most_context)
+            self._saved_s += min(tokens * (self._first_token + self._next_token * read), self._load_s)
             self._count()
 
     def evicted(self, age: float) -> None:

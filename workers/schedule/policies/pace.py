@@ -108,7 +108,7 @@ def steps_without_skips(
     `contexts`: tokens of each stream. `adapters`: of the streams.
     """
     slack = _ROUNDING * tpot - cost.decode_step_seconds(len(contexts), sum(contexts), *adapters)
-    per_step = cost.per_context * len(contexts)
+    per_step = max(cost.per_context, cost.per_far) * len(contexts)
     if slack < 0:
         return 1
     return 1 + int(slack / per_step) if per_step else _NO_END

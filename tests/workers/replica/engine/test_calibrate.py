@@ -9,10 +9,11 @@ from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.replica.engine import calibrate
 from crossdock.workers.replica.engine.calibrate import measure_step, warm_up
 from crossdock.workers.replica.serving.metrics import EngineMetrics
+from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.cost.cost_fit import StepCostFit
 from crossdock.workers.schedule.request.submission import Submission
-from tests.workers.architectures import build
+from tests.workers.architectures import SERVED, build
 from tests.workers.replica.engines import engine_on, greedy, tiny_model
 
 
@@ -109,3 +110,10 @@ def test_swept_step_that_other_work_disturbed_is_measured_again(monkeypatch: pyt
     sweep = calibrate._sweep(engine)
     assert {seconds for _, seconds in sweep} == {0.008}
     assert len(calls) == 2 * len(sweep)
+
+
+def test_profile_of_a_model_with_indexers_has_the_tokens_that_these_choose() -> None:
+    engine = engine_on(wrap_module(build("deepseek_v32", SERVED["deepseek_v32"])), num_pages=100)
+    profile = warm_up(engine)
+    assert profile.cost.most_context == engine.model.most_context == 13
+    assert SchedulingProfile.model_validate_json(profile.model_dump_json()) == profile

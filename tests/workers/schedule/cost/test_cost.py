@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossdock.workers.schedule.cost.cost import StepCost, StepWork
+from crossdock.workers.schedule.cost.cost import NO_WORK, StepCost, StepWork
 from crossdock.workers.schedule.cost.cost_fit import StepCostFit, non_negative_solution
 from crossdock.workers.schedule.cost.formula import StepCosts
 
@@ -60,7 +60,7 @@ def test_context_of_chunks_has_a_price_of_its_own() -> None:
 def test_fit_learns_from_served_steps_what_adapters_cost() -> None:
     adapted = TRUTH.model_copy(update={"per_adapter": 4e-10, "per_adapted": 1.5e-10})
     fit, rng = StepCostFit(sweep(TRUTH)), random.Random(5)
-    assert fit.cost.advertised == fit.cost.coefficients[:-2], "without adapters there is nothing to tell"
+    assert fit.cost.advertised == fit.cost.coefficients[:-4], "without adapters there is nothing to tell"
     for _ in range(320):
         count, used, size = rng.randrange(1, 9), rng.randrange(1, 9), rng.choice([2_400_000, 20_000_000])
         work = StepWork.of([], [rng.randrange(1, 2000)] * count)
@@ -167,6 +167,8 @@ BENT = StepCost(
     per_chunk_context=6e-7,
 )
 STEEP = StepCost(base=14e-3, per_prefill_token=1.1e-4, per_decode=1.5e-4, breakpoint_rows=8, per_early_row=9e-4)
+CHOSEN = TRUTH.model_copy(update={"most_context": 2048.0, "per_far": 5e-9})
+"""That of a model whose indexers choose 2,048 tokens."""
 COSTS = st.sampled_from([TRUTH, BENT, STEEP])
 WORKS = st.tuples(st.integers(0, 100), st.integers(0, 3)).map(
     lambda counts: StepWork.of([(500, 40)] * counts[1], [300] * counts[0])
@@ -200,7 +202,16 @@ def test_prompt_alone_takes_the_sum_of_its_steps(settings: tuple[StepCost, int],
     assert cost.last_step_seconds(start, end, chunk) == pytest.approx(cost.seconds(steps[-1]))
 
 
-@given(st.lists(st.tuples(CHUNKS, st.integers(0, 5000), st.integers(1, 3000)), min_size=1))
+@given(
+    st.lists(
+        st.tuples(
+            CHUNKS | st.tuples(st.just(CHOSEN), st.integers(16, 512)),
+            st.integers(0, 5000),
+            st.integers(1, 3000),
+        ),
+        min_size=1,
+    )
+)
 def test_costs_of_many_replicas_are_those_of_each(replicas: list[tuple[tuple[StepCost, int], int, int]]) -> None:
     ends = [start + tokens for _, start, tokens in replicas]
     many = StepCosts(*np.array([cost.coefficients for (cost, _), _, _ in replicas]).T)
@@ -208,6 +219,64 @@ def test_costs_of_many_replicas_are_those_of_each(replicas: list[tuple[tuple[Ste
     each = [(cost, (start, end, chunk)) for ((cost, chunk), start, _), end in zip(replicas, ends, strict=True)]
     assert many.prefill_seconds(*figures.T).tolist() == [cost.prefill_seconds(*prompt) for cost, prompt in each]
     assert many.last_step_seconds(*figures.T).tolist() == [cost.last_step_seconds(*prompt) for cost, prompt in each]
+
+
+def test_decode_grows_little_beyond_the_tokens_that_an_indexer_chooses() -> None:
+    def seconds(context: int) -> float:
+        return CHOSEN.seconds(StepWork.of([], [context] * 4))
+
+    assert seconds(2048) == TRUTH.seconds(StepWork.of([], [2048] * 4))
+    assert seconds(32_768) - seconds(2048) == pytest.approx(4 * 30_720 * 5e-9)
+    assert CHOSEN.decode_step_seconds(4, 4 * 32_768) == pytest.approx(seconds(32_768))
+    assert CHOSEN.context_seconds(32_768, 1) == pytest.approx(2048 * 1.5e-7 + 30_720 * 5e-9)
+
+
+def test_chunk_grows_little_beyond_the_tokens_that_an_indexer_chooses() -> None:
+    near = CHOSEN.chunk_seconds(8192, 100) - CHOSEN.chunk_seconds(4096, 100)
+    assert near == pytest.approx(4096 * (100 * 5e-9 + CHOSEN.per_chunk_context))
+    work = StepWork.of([], [100]).plus_drafts(8192, 3)
+    assert CHOSEN.seconds(work) - CHOSEN.seconds(StepWork.of([], [100])) == pytest.approx(
+        3 * (CHOSEN.per_decode + 2048 * 4e-8 + (8192 + 2.5 - 2048) * 5e-9)
+    )
+
+
+@given(st.floats(0, 2), st.integers(0, 100_000))
+def test_largest_chunk_alone_is_found_beyond_chosen_tokens(seconds: float, start: int) -> None:
+    tokens = CHOSEN.tokens_within(seconds, start)
+    assert tokens == 0 or CHOSEN.seconds(NO_WORK.plus_chunk(start, tokens)) <= seconds * (1 + 1e-9)
+    assert tokens == 0 or CHOSEN.seconds(NO_WORK.plus_chunk(start, tokens + 1)) > seconds * (1 - 1e-9)
+    if not tokens:
+        assert CHOSEN.seconds(NO_WORK.plus_chunk(start, 2)) > seconds
+
+
+@given(st.integers(0, 9000), st.integers(1, 20_000), st.integers(16, 512))
+def test_prompt_with_chosen_tokens_takes_about_the_sum_of_its_steps(start: int, tokens: int, chunk: int) -> None:
+    """Exact where no step, or every step, has more context; else its attention is a third too long at most."""
+    end = start + tokens
+    steps = [StepWork.of([(at, min(chunk, end - at))]) for at in range(start, end, chunk)]
+    found, total = CHOSEN.prefill_seconds(start, end, chunk), sum(map(CHOSEN.seconds, steps))
+    attention = sum(CHOSEN.attended_seconds(step.attended, step.prefill_tokens) for step in steps)
+    assert total * (1 - 1e-9) <= found <= total + 0.34 * attention + 1e-9
+    if start >= 2048 or end <= 2048:
+        assert found == pytest.approx(total)
+
+
+def test_price_of_tokens_that_are_scored_alone_is_learnt() -> None:
+    fit = StepCostFit(sweep(CHOSEN), most_context=2048)
+    np.testing.assert_allclose(coefficients(fit.cost), coefficients(CHOSEN), rtol=0.05, atol=1e-12)
+    rng = random.Random(5)
+    slower = CHOSEN.slowed(1.5)
+    assert slower.most_context == 2048
+    for _ in range(1500):
+        work = some_work(rng)
+        fit.observe(work, slower.seconds(work))
+    np.testing.assert_allclose(coefficients(fit.cost), coefficients(slower), rtol=0.1, atol=1e-12)
+
+
+def test_bound_of_the_context_is_advertised_only_where_there_is_one() -> None:
+    assert len(TRUTH.advertised) == len(TRUTH.coefficients) - 4
+    for cost in (TRUTH, CHOSEN, TRUTH.model_copy(update={"per_adapted": 1e-12})):
+        assert StepCost.of(cost.advertised) == cost
 
 
 def test_tokens_within_without_a_price_has_no_limit() -> None:
