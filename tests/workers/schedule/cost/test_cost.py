@@ -268,9 +268,11 @@ def test_price_of_tokens_that_are_scored_alone_is_learnt() -> None:
     slower = CHOSEN.slowed(1.5)
     assert slower.most_context == 2048
     for _ in range(1500):
-        work = some_work(rng)
+        work = StepWork.of([], [rng.choice([500, 2000, 6000, 30_000])] * rng.randrange(1, 32))
         fit.observe(work, slower.seconds(work))
-    np.testing.assert_allclose(coefficients(fit.cost), coefficients(slower), rtol=0.1, atol=1e-12)
+    for context in (1000, 2048, 8192, 32_768):
+        work = StepWork.of([], [context] * 16)
+        assert fit.cost.seconds(work) == pytest.approx(slower.seconds(work), rel=0.1)
 
 
 def test_bound_of_the_context_is_advertised_only_where_there_is_one() -> None:
