@@ -115,6 +115,9 @@ class PoolConfig(BaseModel):
     )
     tensor_parallel_size: int = Field(1, ge=1, description="Ranks that divide every layer of a replica.")
     pipeline_parallel_size: int = Field(1, ge=1, description="Consecutive stages of layers that a replica is cut into.")
+    enable_expert_parallel: bool = Field(
+        False, description="Whole experts on each of the ranks that divide a layer, in place of a slice of every expert."
+    )
     placement: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = Field(
         "STRICT_PACK", description="How a replica's ranks share nodes: a strategy of Ray's placement groups."
     )
@@ -189,6 +192,7 @@ class PoolConfig(BaseModel):
         given = [
             *(["tensor_parallel_size or pipeline_parallel_size"] if self.num_ranks > 1 else []),
             *(["num_gpus"] if self.num_gpus else []),
+            *(["enable_expert_parallel"] if self.enable_expert_parallel else []),
             *[name for name in ("dtype", "checkpoint") if getattr(self, name) is not None],
         ]
         if given:
@@ -369,6 +373,7 @@ class ClusterConfig(BaseModel):
             mixes_weights=self.router.unlike_weights == "mixed",
             tensor_parallel_size=pool.tensor_parallel_size,
             pipeline_parallel_size=pool.pipeline_parallel_size,
+            enable_expert_parallel=pool.enable_expert_parallel,
             rank_timeout_s=pool.rank_timeout_s,
             emulated=None
             if pool.emulated is None

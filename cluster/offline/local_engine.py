@@ -37,11 +37,12 @@ def _worker_group_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
     from crossdock.workers.model.weights.checkpoint import resolve_model, resolve_tokenizer
     from crossdock.workers.model.weights.weights import check_division
     from crossdock.workers.replica.engine.computing import new_engine
+    from crossdock.workers.replica.ranks.rank_loader import position_of
     from crossdock.workers.replica.ranks.worker_group import WorkerGroup
 
     path = resolve_model(spec.model.path)
     tokenizer = resolve_tokenizer(spec.tokenizer, spec.model.path)
-    check_division(path, spec.tensor_parallel_size, spec.pipeline_parallel_size)
+    check_division(path, position_of(spec, 0))
     gpus = _gpus(spec)
     worker_group = WorkerGroup(
         spec, "127.0.0.1", lambda _why: None

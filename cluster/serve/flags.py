@@ -278,6 +278,11 @@ PANELS: dict[str, tuple[Flag, ...]] = {
             help="Consecutive stages of layers of a replica, in all pools.",
         ),
         Flag(
+            "pools.*.enable_expert_parallel",
+            ("--enable-expert-parallel/--no-enable-expert-parallel", "-ep"),
+            help="Whole experts on each rank, in place of a slice of every expert, in all pools.",
+        ),
+        Flag(
             "--device",
             kind=str,
             metavar="auto|cpu|cuda|emulated:PROFILE",

@@ -47,9 +47,16 @@ def prepare(config: ClusterConfig, *, has_gpus: bool) -> list[str]:
             folder, own = _checkpoint_of(pool, path, config)
             lines.append(f"Pool {pool.name}: {folder}: {describe_weights(folder, own)}")
         if pool.num_ranks > 1:
+            from crossdock.workers.model.cut.position import RankPosition
             from crossdock.workers.model.weights.weights import check_division
 
-            check_division(folder, pool.tensor_parallel_size, pool.pipeline_parallel_size)
+            position = RankPosition(
+                0, pool.tensor_parallel_size, pool.pipeline_parallel_size, pool.enable_expert_parallel
+            )
+            if why := check_division(folder, position):
+                lines.append(f"Pool {pool.name}: enable_expert_parallel: ranks have slices of experts: {why}")
+        if pool.enable_expert_parallel and pool.tensor_parallel_size == 1:
+            lines.append(f"Pool {pool.name}: enable_expert_parallel: a stage has one rank, which has all of its experts")
     return lines
 
 

@@ -28,6 +28,7 @@ def spec_of(
     max_model_len: int | None = None,
     start_timeout_s: float = 60.0,
     rank_timeout_s: float = 20.0,
+    enable_expert_parallel: bool = False,
     **config: Any,
 ) -> ReplicaSpec:
     """Return the spec of a replica in fp32; `config`: engine settings beside SETTINGS."""
@@ -38,6 +39,7 @@ def spec_of(
         num_threads=1,
         tensor_parallel_size=tensor_size,
         pipeline_parallel_size=num_stages,
+        enable_expert_parallel=enable_expert_parallel,
         rank_timeout_s=rank_timeout_s,
         start_timeout_s=start_timeout_s,
     )

@@ -74,10 +74,13 @@ class ModelPart:
     slices: dict[str, TensorSlice] = field(default_factory=dict)  # by parameter
     heads: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     """By layer whose attention is cut: (first KV head, end, number of KV heads of the whole layer)."""
+    experts: dict[str, range] = field(default_factory=dict)
+    """The experts that this rank holds whole, by parameter; empty: it has slices of all experts, or there are none."""
     first_layer: int = 0
     num_layers: int = 0
     first_place: int = 0  # how many layers with attention are on earlier stages
     why_states_are_whole: str = ""  # why recurrent layers are not divided among tensor ranks; empty: they are
+    why_experts_are_sliced: str = ""  # although whole ones were asked for; empty: they are not, or nothing was asked
     stage: PipelineStage | None = None  # None: one stage holds all layers
     collectives: Collectives | None = None  # None: this rank holds the whole model, or the part is only measured
 

@@ -17,6 +17,7 @@ from crossdock.workers.model.cut.mixers import MixerDivision, PackedPiece, divis
 from crossdock.workers.model.cut.own_plans import OF_LATENTS, own_plan
 from crossdock.workers.model.cut.part import ModelPart, SliceRange, TensorSlice
 from crossdock.workers.model.cut.position import CannotCut, HeadRanges, even_range
+from crossdock.workers.model.cut.whole_experts import compute_own_experts, why_not_whole
 
 
 @dataclass(slots=True)
@@ -52,12 +53,16 @@ class TensorPlan:
             _STYLES[style](self, name, module, heads)
         for name, parameter in list(self.model.named_parameters()):
             style = plan.get(_pattern(name))
+            if name in self.part.experts:
+                continue
             if style in _OF_PARAMETERS:
                 dim = parameter.dim() + _OF_PARAMETERS[style][0]
                 packed = _OF_PARAMETERS[style][1]
                 self._shrink(name, dim, *[self._range(parameter.shape[dim] // packed)] * packed)
             elif style is not None:
                 raise CannotCut(f"{self.config.model_type}: its tensor-parallel plan divides {name} by {style!r}")
+        if self.part.position.has_whole_experts and not self.part.experts:
+            self.part.why_experts_are_sliced = self.part.why_experts_are_sliced or "its plan divides no experts"
 
     def _plan(self, modules: Mapping[str, Any]) -> dict[str, str]:
         """Return the style of each module or parameter that is divided, by its name or its pattern."""
@@ -188,14 +193,28 @@ class TensorPlan:
 
         module.forward = forward
 
-    def experts(self, _name: str, module: Any, _: HeadRanges | None) -> None:
-        """Divide the inner features of every expert."""
+    def experts(self, name: str, module: Any, _: HeadRanges | None) -> None:
+        """Divide the inner features of every expert, or the experts where whole ones are asked for."""
+        if self.part.position.has_whole_experts:
+            why_not = why_not_whole(module, self.part.position.tensor_size)
+            if not why_not:
+                self._whole_experts(name, module)
+                return
+            self.part.why_experts_are_sliced = why_not
         for name in ("intermediate_dim", "intermediate_size"):
             if hasattr(module, name):
                 start, stop = self._even_range(getattr(module, name))
                 setattr(module, name, stop - start)
         if self.part.position.tensor_rank and hasattr(module, "down_proj_bias"):
             _zero_at_first_run(module, "down_proj_bias")  # else the sum would hold the bias once per rank
+        self._reduce_output(module)
+
+    def _whole_experts(self, name: str, module: Any) -> None:
+        range_ = self._range(module.num_experts)
+        for below, _ in list(module.named_parameters()):
+            self._shrink(f"{name}.{below}", 0, range_)
+            self.part.experts[f"{name}.{below}"] = range(range_.start, range_.stop)
+        compute_own_experts(module, range_.start, range_.stop)
         self._reduce_output(module)
 
     def identity_expert(self, _name: str, module: Any, _: HeadRanges | None) -> None:

@@ -12,6 +12,7 @@ class RankPosition:
     rank: int = 0
     tensor_size: int = 1  # ranks that share every layer
     num_stages: int = 1  # groups of layers, one after the other
+    has_whole_experts: bool = False  # where the model allows it; else a slice of every expert
 
     @property
     def size(self) -> int:

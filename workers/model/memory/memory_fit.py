@@ -68,7 +68,7 @@ def _advice(
     for tensor_size in (2, 4, 8, 16, 32, 64):
         if tensor_size <= position.tensor_size:
             continue
-        wider = RankPosition(0, tensor_size, position.num_stages)
+        wider = replace(position, rank=0, tensor_size=tensor_size)
         try:
             needed = max(
                 weight_format.count_bytes(config, replace(wider, rank=stage * tensor_size), dtype).on(device)

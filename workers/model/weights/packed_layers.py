@@ -192,8 +192,9 @@ def put_forms(
             rows, columns = shape[:0:-1] if module.is_transposed else shape[1:]
             count = 2 if "gate_up" in attribute and not module.is_transposed else 1
             matrix = _without_bytes(form, rows // count, columns)
+            kept = None if name in part.experts else kept
             parts = [part_of(name, matrix, kept, number, module.is_transposed) for number in range(count)]
-            put_experts(module, attribute, [parts] * shape[0], dtype)
+            put_experts(module, attribute, [parts] * len(parameter), dtype)
         put.append(name)
     return put
 

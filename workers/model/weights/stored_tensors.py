@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
+from copy import copy
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -61,6 +62,7 @@ class PackedTensor(StoredTensor):
         codes = pieces["codes"]
         self.form = form
         self.pieces = pieces
+        self._experts: range | None = None  # of a tensor for each expert, those that are read; None: all
         self._layout = LAYOUTS[form.layout]
         shape = self._layout.shape(form, codes.shape)
         if (state := pieces.get("state")) is not None:  # of codes in one line
@@ -80,14 +82,21 @@ class PackedTensor(StoredTensor):
         with naming(Path(self.file)):
             if not self.is_per_expert:
                 return [self._layout.unpack(self.form, tensors)]
-            experts = range(self.shape[0])
+            experts = range(len(tensors["codes"]))
             return [self._layout.unpack(self.form, {name: each[i] for name, each in tensors.items()}) for i in experts]
+
+    def of_experts(self, experts: range) -> "PackedTensor":
+        """Return this tensor, which has a matrix for each expert, without those of other experts."""
+        own = copy(self)
+        own._experts = experts
+        return own
 
     def read_rows(self, files: Files, _rows: Tensor) -> list[Tensor]:
         return list(self.read_pieces(files).values())
 
     def read_pieces(self, files: Files) -> dict[str, Tensor]:
-        return {name: files.slice_of(piece.file, piece.key)[...] for name, piece in self.pieces.items()}
+        kept = ... if self._experts is None else slice(self._experts.start, self._experts.stop)
+        return {name: files.slice_of(piece.file, piece.key)[kept] for name, piece in self.pieces.items()}
 
     def opened(self, files: Files, dtype: torch.dtype) -> Any:
         """Return a stand-in for a slice of safetensors that gives the weight in plain floats."""

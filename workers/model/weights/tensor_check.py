@@ -68,7 +68,7 @@ class NamedTensors:
         for key, name, pattern in self.places():
             tensor = self.stored[key]
             number = self._number_of(pattern)
-            expert = int((re.findall(r"\.(\d+)\.", key) or ["0"])[-1])
+            expert = expert_of(key)
             if isinstance(tensor, PackedTensor) and number >= 0:
                 found[name].append((expert, number, tensor))
             else:
@@ -124,6 +124,11 @@ class NamedTensors:
             needs_floats = self._held[name].is_floating_point()
             if (dtype in FLOATS) != needs_floats:
                 yield f"{key} ({dtype}, expected {'floats' if needs_floats else 'integers'})"
+
+
+def expert_of(key: str) -> int:
+    """Return the number of the expert whose tensor this is, by its name in a file, where each expert has its own."""
+    return int((re.findall(r"\.(\d+)\.", key) or ["0"])[-1])
 
 
 def check_tensors(

@@ -8,6 +8,7 @@ is on the meta device, and the source of its weights gives only the rank's slice
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -51,7 +52,7 @@ from crossdock.workers.model.weights.scheme import (
     scheme_of,
 )
 from crossdock.workers.model.weights.stored_tensors import PackedTensor
-from crossdock.workers.model.weights.tensor_check import NamedTensors, check_tensors, is_classifier
+from crossdock.workers.model.weights.tensor_check import NamedTensors, check_tensors, expert_of, is_classifier
 from crossdock.workers.model.weights.untrusted import naming, read_config_file
 from crossdock.workers.model.weights.weight_probe import check_products
 
@@ -197,9 +198,10 @@ def _load_cut(
         )
         if missing := sorted(report["missing_keys"]):
             raise ValueError(f"{path} has no weights for {', '.join(missing[:4])}{' and others' * (len(missing) > 4)}")
-        files.expect(lambda: [tensor.read_pieces(files) for name in put for tensor in packed[name]])
+        own = {name: _of_rank(packed[name], parts[0].experts.get(name)) for name in put}
+        files.expect(lambda: [tensor.read_pieces(files) for name in put for tensor in own[name]])
         for name in put:
-            _fill(module, name, packed[name], parts[0].slices.get(name), files)
+            _fill(module, name, own[name], None if name in parts[0].experts else parts[0].slices.get(name), files)
             trim_heap()  # holes between the parts of matrices took 130 MiB (Llama of 1 GiB in AWQ, 2026-11-24)
     return module, parts[0]
 
@@ -212,6 +214,15 @@ def _read_once(sources: Mapping[str, "_WeightSource"], named: NamedTensors, file
             stored.read_pieces(files)
         else:
             sources[key][...]
+
+
+def _of_rank(tensors: Sequence[PackedTensor], experts: range | None) -> Sequence[PackedTensor]:
+    """Return the packed tensors of a parameter that a rank holds. experts: those that it has whole; None: of all."""
+    if experts is None:
+        return tensors
+    if tensors[0].is_per_expert:
+        return [tensor.of_experts(experts) for tensor in tensors]
+    return [tensor for tensor in tensors if expert_of(tensor.key) in experts]
 
 
 def _fill(module: Any, name: str, tensors: Sequence[PackedTensor], kept: TensorSlice | None, files: Files) -> None:
@@ -252,11 +263,17 @@ def part_bytes(module: Any) -> int:
 def model_on_meta(
     config: PretrainedConfig, position: RankPosition, dtype: torch.dtype, scheme: Scheme | None = None
 ) -> Any:
-    """Return the part of the rank at `position` on the meta device. `scheme`: see `load_weights`.
+    """Return the module of the rank at `position` on the meta device. `scheme`: see `load_weights`.
 
     Raises:
         CannotCut: there is no such part.
     """
+    return _part_on_meta(config, position, dtype, scheme)[0]
+
+
+def _part_on_meta(
+    config: PretrainedConfig, position: RankPosition, dtype: torch.dtype, scheme: Scheme | None
+) -> tuple[Any, ModelPart]:
     held = scheme or scheme_of(config.to_dict())
 
     def form_of(name: str) -> PackedForm | None:
@@ -269,18 +286,24 @@ def model_on_meta(
         forms = forms_at_load(module, held) if held.is_made_at_load else None
         part = cut_model(module, position, None)
         put_forms(module, part, form_of if forms is None else forms.get, dtype)
-    return module
+    return module, part
 
 
-def check_division(path: Path, tensor_size: int, num_stages: int) -> None:
-    """Check that the model in a Hugging Face directory can be divided among so many ranks.
+def check_division(path: Path, position: RankPosition) -> str:
+    """Check that the model in a Hugging Face directory can be divided among the ranks of a replica.
+
+    `position`: that of any rank. Returns why ranks get slices of experts where it asks for whole ones; empty: they
+    get whole ones, or it does not ask.
 
     Raises:
         CannotCut: with the reason.
     """
     config = read_config(path)
-    for rank in range(tensor_size * num_stages):
-        model_on_meta(config, RankPosition(rank, tensor_size, num_stages), torch.float32)
+    reasons = []
+    for rank in range(position.size):
+        _, part = _part_on_meta(config, replace(position, rank=rank), torch.float32, None)
+        reasons.append(part.why_experts_are_sliced)
+    return max(reasons)
 
 
 class _WeightSource:
@@ -328,6 +351,10 @@ def _slices(
         kept = part.slices.get(name)
         source = named.stored[key].opened(files, dtype)
         transposed = None
+        if name in part.experts and len(source.get_shape()) < held[name].dim():  # the tensor of one expert
+            if expert_of(key) not in part.experts[name]:
+                continue
+            kept = None
         if kept is not None and pattern is not None:
             for operation in operations[pattern]:
                 if isinstance(operation, Transpose) and operation.check_dims:

@@ -48,7 +48,9 @@ def failure_of(why: str) -> Exception:
 
 def position_of(spec: ReplicaSpec, rank: int) -> RankPosition:
     """Return where `rank` stands in the worker group of a replica."""
-    return RankPosition(rank, spec.tensor_parallel_size, spec.pipeline_parallel_size)
+    return RankPosition(
+        rank, spec.tensor_parallel_size, spec.pipeline_parallel_size, spec.enable_expert_parallel
+    )
 
 
 def driver_of(spec: ReplicaSpec) -> int:

@@ -197,7 +197,7 @@ def test_packed_weights_load_in_every_dtype_and_are_refused_without_scales(
     saved(path, found, quantization_config=settings)
     for dtype in (BF16, torch.float32):
         assert load_model(ModelSpec(str(path), str(dtype).removeprefix("torch."))).dtype == dtype
-    check_division(path, 1, 2)
+    check_division(path, RankPosition(0, 1, 2))
     found.pop(f"{UP}_scale_inv")
     with pytest.raises(ValueError, match=rf"{UP} \(F8_E4M3 without scales\)"):
         read(saved(path, found))
