@@ -108,12 +108,13 @@ def _translate(name: str, value: str | None, found: Verdict, given: Collection[s
     if ours in given and ours != "--set":
         line.notes.append(f"{name}: left out: {ours} is given, and wins")
         return
+    meant = None if value is None else found.words.get(value, found.words.get("*", value))
     try:
         words = [found.becomes]
         if has_value:
-            words = [f"{ours}={_filled(template, value)}"]
-        elif value is not None:
-            words = [f"{ours}={found.words.get(value, value)}"]
+            words = [f"{ours}={_filled(template, meant)}"]
+        elif meant is not None:
+            words = [f"{ours}={meant}"]
     except ValueError:
         line.errors.append(f"{name}: must be a number, not {value!r}")
         return

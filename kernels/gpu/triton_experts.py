@@ -49,13 +49,14 @@ class Routing:
     order: Tensor  # [S] int64; pair p is of row p // k
     ends: Tensor  # [E] int32; the pairs of expert e end before place ends[e] of `order`
     k: int
+    is_partial: bool = False  # pairs may be of expert E, which is on another rank: their products are left out
 
     @classmethod
-    def of(cls, chosen: Tensor, num_experts: int) -> "Routing":
+    def of(cls, chosen: Tensor, num_experts: int, *, is_partial: bool = False) -> "Routing":
         """Order the experts [T, k] that the rows of a step are routed to. The host does not wait."""
         experts, order = chosen.flatten().sort(stable=True)
         each = torch.arange(num_experts, dtype=experts.dtype, device=experts.device)
-        return cls(order, torch.searchsorted(experts, each, right=True, out_int32=True), chosen.shape[1])
+        return cls(order, torch.searchsorted(experts, each, right=True, out_int32=True), chosen.shape[1], is_partial)
 
     def multiply(
         self, x: Tensor, weight: Tensor | ExpertCodes, bias: Tensor | None = None, scales: Tensor | None = None
@@ -63,14 +64,15 @@ class Routing:
         """Return the product of each pair with the weight of its expert, [S, N].
 
         Without `scales`, x [T, K] are the rows, and the products lie in the order of experts. With `scales` [S], of
-        each pair, x [S, K] lie in that order, and the products, times their scales, in the order of pairs. weight:
-        [E, N, K], with adjacent N or K, or their codes. bias: [E, N].
+        each pair, x [S, K] lie in that order, and the products, times their scales, in the order of pairs: 0 for those
+        that are left out. weight: [E, N, K], with adjacent N or K, or their codes. bias: [E, N].
         """
         coded, numbers = (weight, weight.codes) if isinstance(weight, ExpertCodes) else (None, weight)
         (E, N, width), S = numbers.shape, len(self.order)
         K = width if coded is None else 2 * width
         dtype = x.dtype if scales is None else torch.promote_types(x.dtype, scales.dtype)
-        out = torch.empty(S, N, dtype=dtype, device=x.device)
+        new = torch.zeros if self.is_partial and scales is not None else torch.empty
+        out = new(S, N, dtype=dtype, device=x.device)
         assert x.stride(1) == 1
         assert bias is None or bias.is_contiguous()
         tile = FEW if FEW.rows * E >= S else MANY

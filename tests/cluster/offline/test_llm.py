@@ -193,7 +193,7 @@ def test_settings_that_an_engine_lacks_are_refused_with_the_reason(settings: dic
 
 def test_argument_without_which_no_answer_changes_is_left_out_with_a_warning() -> None:
     """Its line is that of the flag of `crossdock serve`."""
-    given = {"swap_space": 4, "trust_remote_code": True, "enable_expert_parallel": True, "disable_log_stats": True}
+    given = {"swap_space": 4, "trust_remote_code": True, "enable_eplb": True, "disable_log_stats": True}
     with pytest.warns(UserWarning, match="^swap_space|") as said:
         config = offline_configuration("somewhere", given)
     assert config == offline_configuration("somewhere", {})
@@ -204,9 +204,11 @@ def test_argument_without_which_no_answer_changes_is_left_out_with_a_warning() -
 
 def test_settings_of_vllm_and_of_serve_reach_the_engine() -> None:
     settings = {"block_size": 32, "tensor_parallel_size": 2, "dtype": "half", "kv_cache_memory_bytes": "3GiB"}
+    settings["enable_expert_parallel"] = True
     config = offline_configuration("somewhere", {**settings, "set": ["engine.chunk_policy=adaptive"]})
     spec = config.replica_spec(config.pools[0])
     assert (spec.engine.page_size, spec.num_ranks, spec.model.dtype) == (32, 2, "float16")
+    assert spec.enable_expert_parallel
     assert (spec.engine.kv_cache_memory, spec.engine.chunk_policy) == (3 << 30, "adaptive")
     assert spec.engine.default_slo_class == "batch"
 

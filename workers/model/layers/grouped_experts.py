@@ -55,7 +55,7 @@ def _experts_of(module: nn.Module) -> list[Any]:
 
 def _replaceable(module: nn.Module) -> list[Any]:
     found: list[Any] = [each for each in module.modules() if hasattr(each, "has_post_expert_norm")]
-    return [each for each in found if not each.has_post_expert_norm and not each._is_expert_parallel]
+    return [each for each in found if not each.has_post_expert_norm]
 
 
 def _packed_of(module: nn.Module) -> list[PackedExperts]:
@@ -96,7 +96,7 @@ def _some(experts: Any, hidden: Tensor, chosen: Tensor, scales: Tensor) -> Tenso
         return weight.mT if experts.is_transposed else weight, bias
 
     first, last = _names(experts)
-    routing = Routing.of(chosen, experts.num_experts)
+    routing = Routing.of(chosen, experts.num_experts, is_partial=experts._is_expert_parallel)
     inner = routing.multiply(hidden, *of(first))
     if not experts.has_gate:
         inner = experts.act_fn(inner)

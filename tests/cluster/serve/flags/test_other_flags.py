@@ -184,7 +184,7 @@ def test_no_flag_of_the_table_is_unknown_to_all() -> None:
         (["--strict", "--context_length=9"], "--context-length: use --max-model-len N"),
         (["--strict", "--enable-metrics"], "--enable-metrics: not needed: /metrics is always on"),
         (["--strict", "--trust-remote-code"], "--trust-remote-code: not needed: no code of a model runs here"),
-        (["--strict", "--enable-expert-parallel"], "--enable-expert-parallel: left out: experts are divided by"),
+        (["--strict", "--ep-size", "8"], "--ep-size: use --enable-expert-parallel: whole experts on each rank"),
     ],
 )
 def test_flag_of_others_ends_the_command_with_its_line(command: str, args: list[str], line: str) -> None:
@@ -222,7 +222,7 @@ def test_flag_of_others_ends_the_command_with_its_line(command: str, args: list[
         ("--language-model-only", '--limit-mm-per-prompt {"image":0,"video":0}', "--language-model-only: read as"),
         ("--swap-space 4 --port 9", "--port 9", "--swap-space: not needed: a prompt starts only if"),
         ("--cuda-graph-bs 1 2 4 --port 9", "--port 9", "--cuda-graph-bs: not needed: CUDA graphs"),
-        ("--no-enable-expert-parallel --port 9", "--port 9", "--no-enable-expert-parallel: not needed: it is off here"),
+        ("--no-enable-eplb --port 9", "--port 9", "--no-enable-eplb: not needed: it is off here"),
         ("--trust-remote-code=false", "", "--trust-remote-code: not needed"),
         ("-O3 -cc.mode 3 --port 9", "--port 9", "-O: not needed: kernels are chosen by device"),
         ("--node-rank 0", "", "--node-rank 0: not needed"),
@@ -231,7 +231,10 @@ def test_flag_of_others_ends_the_command_with_its_line(command: str, args: list[
         ("--load-format mistral", "", "--load-format mistral: not needed"),
         ("--attention-backend ROCM_AITER_FA", "", "--attention-backend ROCM_AITER_FA: left out"),
         ("--context-length 9 --max-model-len 8", "--max-model-len 8", "--context-length: left out: --max-model-len is"),
-        ("-dp 4 --enable-expert-parallel -tp 2", "-tp 8", "-dp 4: read as --tensor-parallel-size 8, one replica"),
+        ("-dp 4 -ep -tp 2", "-tp 8 --enable-expert-parallel", "-dp 4: read as --tensor-parallel-size 8, one replica"),
+        ("--tp 8 --ep-size 8", "--tp 8 --enable-expert-parallel", "--ep-size: read as --set pools.*.enable_expert_para"),
+        ("--tp 8 --ep 1", "--tp 8", "--ep: read as --set pools.*.enable_expert_parallel=false"),
+        ("--tp 8 --enable-ep-moe", "--tp 8 -ep", "--enable-ep-moe: read as --enable-expert-parallel"),
         ("--dp 8 --enable-dp-attention --tp 8", "--tp 8", "--dp 8: read as the ranks of the one replica"),
     ],
 )

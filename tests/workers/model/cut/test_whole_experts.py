@@ -80,7 +80,7 @@ def test_ranks_with_whole_experts_equal_one_rank(
 def test_number_of_experts_that_ranks_do_not_divide_is_held_unevenly(
     ranks: Ranks, tmp_path: Path, tensor_size: int
 ) -> None:
-    module = build("qwen3_moe", SERVED["qwen3_moe"] | {"num_experts": 7})
+    module = build("qwen3_moe", SERVED["qwen3_moe"] | {"num_experts": 7, "num_local_experts": 7})
     expected = [monolithic(module, prompt) for prompt in PROMPTS]
     assert_ranks_equal(ranks, saved(module, tmp_path), expected, (tensor_size, 1), 7)
 
@@ -203,7 +203,7 @@ def test_rank_reads_no_byte_of_other_experts(name: str, tmp_path: Path, monkeypa
 
 
 def test_bytes_of_ranks_add_up_to_whole_and_an_uneven_rank_is_counted_as_larger() -> None:
-    config = build("qwen3_moe", SERVED["qwen3_moe"] | {"num_experts": 5}).config
+    config = build("qwen3_moe", SERVED["qwen3_moe"] | {"num_experts": 5, "num_local_experts": 5}).config
     whole, sliced = (model_on_meta(config, RankPosition(0, size), FLOAT) for size in (1, 2))
     expert = part_bytes(whole.model.layers[0].mlp.experts) // 5
     held = [part_bytes(model_on_meta(config, RankPosition(rank, 2, 1, True), FLOAT)) for rank in range(2)]
@@ -227,7 +227,7 @@ def test_model_whose_experts_cannot_be_whole_has_slices_and_says_so(
 
 
 def test_more_ranks_than_experts_have_slices_and_say_so(tmp_path: Path) -> None:
-    path = saved(build("qwen3_moe", SERVED["qwen3_moe"] | {"num_experts": 3}), tmp_path)
+    path = saved(build("qwen3_moe", SERVED["qwen3_moe"] | {"num_experts": 3, "num_local_experts": 3}), tmp_path)
     found = check_division(path, RankPosition(0, 4, 1, True))
     assert found == "3 experts of Qwen3MoeExperts are fewer than 4 ranks"
     assert check_division(path, RankPosition(0, 2, 1, True)) == ""

@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from crossdock.kernels.backend import choose_attention
 from crossdock.kernels.packages import triton_is_interpreted
+from crossdock.workers.model.cut import whole_experts
 from crossdock.workers.model.layers import grouped_experts
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
@@ -87,6 +89,34 @@ def test_packed_experts_are_multiplied_by_their_codes_without_waiting(
     packed.to(torch.device("cpu"))  # moves what the kernel reads too
     moved = [each for each in packed.modules() if isinstance(each, PackedExperts)]
     assert all(each.stacked.codes[1].data_ptr() == each.experts[1][0].codes.data_ptr() for each in moved)
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss"])
+def test_outputs_of_whole_experts_on_ranks_add_up_without_counting_rows(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each rank gets all rows, and leaves out those of others' experts. No row goes to the last rank's."""
+    monkeypatch.setattr(whole_experts, "_may_count_rows", lambda *_: False)
+    ALL_EXPERTS_FUNCTIONS.register("crossdock", grouped_experts._forward)
+    hidden, shares = torch.randn(40, 48), torch.rand(40, 2)
+    chosen = torch.stack([torch.arange(40) % 3, (torch.arange(40) + 1) % 3], 1)
+    expected = experts_of(tiny(name))(hidden, chosen, shares)
+    total = torch.zeros_like(expected)
+    for first, end in ((0, 1), (1, 3), (3, 4)):
+        module = tiny(name)
+        own = experts_of(module)
+        for key, parameter in list(own.named_parameters()):
+            setattr(own, key, torch.nn.Parameter(parameter[first:end].clone(), requires_grad=False))
+        module.set_experts_implementation("crossdock")
+        whole_experts.compute_own_experts(own, first, end)
+        part = own(hidden, chosen, shares)
+        assert part.isfinite().all()
+        total += part
+    torch.testing.assert_close(total, expected, atol=1e-4, rtol=1e-4)
+
+
+def experts_of(module: Any) -> Any:
+    return next(each for each in module.modules() if hasattr(each, "is_transposed"))
 
 
 def test_codes_that_the_kernel_cannot_read_are_dequantised_one_expert_at_a_time(tmp_path: Path) -> None:

@@ -101,9 +101,9 @@ def test_latents_are_cached_although_their_up_projections_are_packed(
     assert_logits_equal(tmp_path, module)
 
 
-def write_experts(tmp_path: Path, case: Case, width: int = 64) -> Any:
+def write_experts(tmp_path: Path, case: Case, width: int = 64, **sizes: Any) -> Any:
     """Write a checkpoint in `packed` whose experts are packed, and return transformers' model of the same weights."""
-    module = build("qwen3_moe", MOE | {"moe_intermediate_size": width})
+    module = build("qwen3_moe", MOE | {"moe_intermediate_size": width} | sizes)
     for each in ("plain", "packed"):
         module.save_pretrained(tmp_path / each)
     plain = load_file(tmp_path / "plain" / "model.safetensors")

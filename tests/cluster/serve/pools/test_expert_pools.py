@@ -1,0 +1,50 @@
+"""Pools whose ranks hold whole experts, beside a replica of one rank: the tokens of the dequantised model, also when a
+rank is killed in the middle of streams.
+
+The experts are packed in groups that slices would divide, so that ranks with slices would not start.
+"""
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from tests.cluster.serve.pools import served_pools as pools
+from tests.cluster.serve.pools.served_pools import Stream, assert_greedy, prompt
+from tests.cluster.serve.pools.test_divided_pair import actors
+from tests.waiting import eventually
+from tests.workers.model.weights.test_packed_checkpoints import write_experts
+from tests.workers.quantised import CASES
+
+WHOLE = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "rank_timeout_s": 10}
+POOLS: tuple[dict[str, Any], ...] = ({"name": "prefill", **WHOLE}, {"name": "decode", **WHOLE}, {"name": "mixed"})
+SIZES = {"vocab_size": 640, "hidden_size": 128, "max_position_embeddings": 4096}
+
+
+def test_ranks_with_whole_experts_in_pools_have_the_tokens_of_one_rank_when_a_rank_is_killed(
+    ray_cluster: None, tmp_path: Path, tokenizers: dict[str, Any]
+) -> None:
+    oracle = write_experts(tmp_path, CASES["awq"], 96, **SIZES).eval()
+    tokenizers["byte_level"].save_pretrained(tmp_path / "packed")
+    settings = {"engine.max_num_batched_tokens": 128, "transfer.deadline_s": 30, "router.policy": "round-robin"}
+    with pools.deployment(tmp_path / "packed", POOLS, settings) as url:
+        prompts = [prompt(number, length) for number, length in enumerate((16, 40, 130, 300))]
+        with ThreadPoolExecutor(len(prompts)) as threads:
+            streams = list(threads.map(lambda tokens: Stream(url, tokens), prompts))
+        for asked, stream in zip(prompts, streams, strict=True):
+            assert_greedy(oracle, asked, stream.result(), 24)
+        legs = [leg for stream in streams for leg in stream.timelines() if leg["transfers"]]
+        assert any(transfer["num_bytes"] for leg in legs for transfer in leg["transfers"]), "prompts are shipped"
+        pools.wait_until_whole(url, 3)
+
+        ((_, driver),) = actors(f"SERVE_REPLICA::{pools.APP}#decode").items()
+        followers = actors("Rank").values()
+        (rank,) = (each for each in followers if each["OwnerAddress"] == driver["Address"])
+        again = [prompt(40 + number, 100 + 20 * number) for number in range(8)]
+        with ThreadPoolExecutor(len(again)) as threads:
+            streams = list(threads.map(lambda tokens: Stream(url, tokens, 150), again))
+        eventually(lambda: sum(len(stream.tokens) > 5 for stream in streams) >= 6)
+        psutil.Process(rank["Pid"]).kill()
+        for asked, stream in zip(again, streams, strict=True):
+            assert_greedy(oracle, asked, stream.result(), 150)
