@@ -116,7 +116,8 @@ class PoolConfig(BaseModel):
     tensor_parallel_size: int = Field(1, ge=1, description="Ranks that divide every layer of a replica.")
     pipeline_parallel_size: int = Field(1, ge=1, description="Consecutive stages of layers that a replica is cut into.")
     enable_expert_parallel: bool = Field(
-        False, description="Whole experts on each of the ranks that divide a layer, in place of a slice of every expert."
+        False,
+        description="Whole experts on each of the ranks that divide a layer, in place of a slice of every expert.",
     )
     placement: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = Field(
         "STRICT_PACK", description="How a replica's ranks share nodes: a strategy of Ray's placement groups."

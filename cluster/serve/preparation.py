@@ -56,7 +56,9 @@ def prepare(config: ClusterConfig, *, has_gpus: bool) -> list[str]:
             if why := check_division(folder, position):
                 lines.append(f"Pool {pool.name}: enable_expert_parallel: ranks have slices of experts: {why}")
         if pool.enable_expert_parallel and pool.tensor_parallel_size == 1:
-            lines.append(f"Pool {pool.name}: enable_expert_parallel: a stage has one rank, which has all of its experts")
+            lines.append(
+                f"Pool {pool.name}: enable_expert_parallel: a stage has one rank, which has all of its experts"
+            )
     return lines
 
 

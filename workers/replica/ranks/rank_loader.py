@@ -48,9 +48,7 @@ def failure_of(why: str) -> Exception:
 
 def position_of(spec: ReplicaSpec, rank: int) -> RankPosition:
     """Return where `rank` stands in the worker group of a replica."""
-    return RankPosition(
-        rank, spec.tensor_parallel_size, spec.pipeline_parallel_size, spec.enable_expert_parallel
-    )
+    return RankPosition(rank, spec.tensor_parallel_size, spec.pipeline_parallel_size, spec.enable_expert_parallel)
 
 
 def driver_of(spec: ReplicaSpec) -> int:

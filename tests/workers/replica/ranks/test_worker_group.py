@@ -78,9 +78,7 @@ def tokens_and_logits(engine: Engine) -> tuple[list[list[int]], dict[tuple[str, 
         return tokens(engine, works(prompt_logprobs=0)), found
 
 
-def assert_worker_group_equals_one_rank(
-    ranks: Ranks, path: Path, division: tuple[int, int], **settings: Any
-) -> None:
+def assert_worker_group_equals_one_rank(ranks: Ranks, path: Path, division: tuple[int, int], **settings: Any) -> None:
     """In fp32, whose sums differ by their order: 2e-3 is what test_model allows between paged and eager attention."""
     expected, logits = tokens_and_logits(
         new_engine(load_model(ModelSpec(str(path), "float32")), EngineConfig(**SETTINGS))

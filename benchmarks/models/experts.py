@@ -1,0 +1,91 @@
+"""How many seconds does a step take with slices of experts on each of two ranks, and how many with whole experts?
+
+    python benchmarks/models/experts.py      # a minute
+
+A mixture of experts with random weights, whose router sends rows to all experts alike. Two ranks of one thread each run
+on this machine. Prints the median seconds of steps of decodes, and of chunks of a prompt.
+"""
+
+import argparse
+import sys
+import tempfile
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tables
+
+import tables
+import torch
+from pydantic import ByteSize
+from transformers import AutoModelForCausalLM, Qwen3MoeConfig
+
+from crossdock.cluster.offline.local_engine import local_engine
+from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
+from crossdock.workers.replica.engine.calibrate import measure_step
+
+STEPS: dict[str, tuple[tuple[int, int] | None, int]] = {  # chunk (start, tokens), streams
+    "1 stream": (None, 1),
+    "4 streams": (None, 4),
+    "16 streams": (None, 16),
+    "64 streams": (None, 64),
+    "chunk of 256": ((0, 256), 0),
+    "chunk of 1,024": ((0, 1024), 0),
+}
+
+
+def write_model(folder: Path) -> None:
+    """Write a model of 4 layers with 32 experts of 512 inner features, 4 of them for a token: 0.8 GB in float32."""
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=1024,
+        hidden_size=1024,
+        intermediate_size=1024,
+        moe_intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=64,
+        num_experts=32,
+        num_experts_per_tok=4,
+    )
+    AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder)
+
+
+def milliseconds(folder: Path, *, is_whole: bool, repeats: int) -> dict[str, float]:
+    """Return the median milliseconds of each kind of step."""
+    engine_config = EngineConfig(
+        kv_cache_memory=ByteSize(256 << 20), max_num_batched_tokens=1024, max_num_seqs=64, enable_prefix_caching=False
+    )
+    spec = ReplicaSpec(
+        engine_config.model_spec(str(folder), "float32", 2048),
+        engine_config,
+        num_threads=1,
+        tensor_parallel_size=2,
+        enable_expert_parallel=is_whole,
+        device="cpu",
+    )
+    found = {}
+    with local_engine(spec) as engine:
+        for name, (chunk, streams) in STEPS.items():
+            measured = measure_step(engine, chunk, streams, 64, repeats, vocabulary=1024)
+            assert measured is not None
+            found[name] = 1000 * median(measured[1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=15, help="runs of each step")
+    tables.add_output_options(parser, "experts")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        write_model(Path(name))
+        of_slices, of_whole = (milliseconds(Path(name), is_whole=each, repeats=args.repeats) for each in (False, True))
+    rows: dict[str, tables.Row] = {
+        step: {"slices, ms": of_slices[step], "whole experts, ms": of_whole[step]} for step in STEPS
+    }
+    tables.write(args, tables.table(rows, "step on two ranks"), rows)
+
+
+if __name__ == "__main__":
+    main()
