@@ -21,12 +21,12 @@ from crossdock.workers.model.memory.memory_fit import check_fits
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights import weights
 from crossdock.workers.model.weights.formats import Fp8Weights, PlainWeights
-from crossdock.workers.model.weights.packed_layers import PackedExperts
+from crossdock.workers.model.weights.packed_layers import PackedExperts, packed_bytes
 from crossdock.workers.model.weights.weights import check_division, model_on_meta, part_bytes
 from tests.sweeps import SOAK, rest_in_soak
 from tests.workers.architectures import DIVISIBLE, SERVED, build
 from tests.workers.model.paged import assert_near, in_random_steps, monolithic, random_prompts
-from tests.workers.model.weights.test_packed_checkpoints import held_bytes, write_experts, write_gpt_oss
+from tests.workers.model.weights.test_packed_checkpoints import write_experts, write_gpt_oss
 from tests.workers.quantised import CASES
 from tests.workers.ranks import UNHURRIED_S, Ranks, saved
 
@@ -86,15 +86,19 @@ def test_number_of_experts_that_ranks_do_not_divide_is_held_unevenly(
 
 
 @pytest.mark.parametrize(
-    ("name", "implementation"), [("mixtral", "grouped_mm"), ("gpt_oss", "grouped_mm"), ("gpt_oss", "eager")]
+    ("name", "implementation", "may_count"),
+    [
+        ("mixtral", "grouped_mm", True),
+        ("mixtral", "grouped_mm", False),
+        ("mixtral", "batched_mm", False),
+        ("gpt_oss", "grouped_mm", False),
+        ("gpt_oss", "eager", True),
+    ],
 )
-@pytest.mark.parametrize("may_count", [True, False])
 def test_outputs_of_own_experts_add_up_to_those_of_all(
     name: str, implementation: str, may_count: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Both where the host counts the rows of a rank, and where it must not, as on GPUs. One rank has no row at all."""
-    if implementation == "eager" and not may_count:
-        pytest.skip("needs no test: experts that run one by one are counted everywhere")
     monkeypatch.setattr(whole_experts, "_may_count_rows", lambda *_: may_count)
     generator = torch.Generator().manual_seed(1)
     hidden = torch.randn(9, 48, generator=generator)
@@ -150,12 +154,13 @@ def test_packed_experts_of_a_rank_are_those_of_the_file_and_counted(name: str, t
         found, part = read(path, position)
         held = {each: experts for each, experts in found.named_modules() if isinstance(experts, PackedExperts)}
         assert held
+        counted = model_on_meta(config, position, FLOAT)
         for each, experts in held.items():
             own = part.experts[each]
             assert len(own) == 4 // position.tensor_size
             expected = module.get_parameter(each)[own.start : own.stop]
             torch.testing.assert_close(torch.stack([experts[number] for number in range(len(own))]), expected)
-        assert PlainWeights().count_bytes(config, position, FLOAT).held == held_bytes(found)
+            assert packed_bytes(counted.get_submodule(each)) == packed_bytes(experts)
 
 
 def test_experts_rounded_at_load_equal_those_of_one_rank(tmp_path: Path) -> None:
