@@ -54,10 +54,10 @@ def prepare(config: ClusterConfig, *, has_gpus: bool) -> list[str]:
                 0, pool.tensor_parallel_size, pool.pipeline_parallel_size, pool.enable_expert_parallel
             )
             if why := check_division(folder, position):
-                lines.append(f"Pool {pool.name}: enable_expert_parallel: ranks have slices of experts: {why}")
+                lines.append(f"Pool {pool.name}: enable_expert_parallel changes nothing: {why}")
         if pool.enable_expert_parallel and pool.tensor_parallel_size == 1:
             lines.append(
-                f"Pool {pool.name}: enable_expert_parallel: a stage has one rank, which has all of its experts"
+                f"Pool {pool.name}: enable_expert_parallel changes nothing: one rank has all experts of a layer"
             )
     return lines
 

@@ -134,7 +134,7 @@ def wrap_module(module: Any, options: LoadOptions = _DEFAULTS) -> LoadedModel:
         attention = in_fixed_order(attention)
     part = options.part or ModelPart(RankPosition(), num_layers=decoder.num_hidden_layers)
     if part.why_experts_are_sliced:
-        logger.warning("every rank has a slice of every expert, not whole experts: %s", part.why_experts_are_sliced)
+        logger.warning("enable_expert_parallel changes nothing: %s", part.why_experts_are_sliced)
     chunks = attention_chunks(decoder, max_model_len, attention)
     tap = HiddenTap(module)
     network = Network(module, config, max_model_len, part, attention, chunks, tap)

@@ -166,12 +166,24 @@ def test_emulated_gpu_without_a_model_computes_the_served_one(tmp_path: Path) ->
         ({"emulated": "h100-8b*fast"}, r"must be a profile, or PROFILE\*N"),
         ({"emulated": "h100-8b", "tensor_parallel_size": 2}, "the profile says all this"),
         ({"emulated": "h100-8b", "num_gpus": 1}, "num_gpus: of an emulated device"),
+        ({"emulated": "h100-8b", "enable_expert_parallel": True}, "enable_expert_parallel: of an emulated device"),
         ({"emulated": "h100-8b", "engine": {"kv_cache_dtype": "fp8"}}, "engine.kv_cache_dtype: an emulated device"),
     ],
 )
 def test_setting_that_an_emulated_device_would_ignore_is_refused(given: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         load(None, {"pools": [{"name": "mixed", **given}]})
+
+
+def test_start_says_where_whole_experts_were_asked_for_in_vain(small_model_dir: Path) -> None:
+    """The model is dense, and a stage of the second pool has one rank."""
+    whole = {"enable_expert_parallel": True}
+    given = [{"name": "prefill", "tensor_parallel_size": 2, **whole}, {"name": "decode", **whole}]
+    _, *lines = prepare(load(None, {"model.path": str(small_model_dir), "pools": given}), has_gpus=False)
+    assert lines == [
+        "Pool prefill: enable_expert_parallel changes nothing: the model has no experts that ranks divide",
+        "Pool decode: enable_expert_parallel changes nothing: one rank has all experts of a layer",
+    ]
 
 
 def test_fleet_of_which_a_part_is_emulated_is_refused() -> None:

@@ -32,7 +32,7 @@ from tests.workers.ranks import UNHURRIED_S, Ranks, saved
 
 FLOAT = torch.float32
 PROMPTS = random_prompts(5, 23, 40)
-WITHOUT = {"longcat_flash": "LongcatFlashExperts", "llama4_text": "Llama4TextExperts", "jetmoe": "its plan divides no"}
+WITHOUT = {"longcat_flash": "LongcatFlashExperts", "llama4_text": "Llama4TextExperts", "jetmoe": "has no experts that ranks divide"}
 UNDIVIDED = ["beam"]  # test_parts.py has the reason
 _MIXTURES = (
     "mixtral qwen2_moe qwen3_moe olmoe granitemoe glm4_moe deepseek_v2 deepseek_v3 axk1 glm4_moe_lite gpt_oss dots1 "
@@ -237,4 +237,4 @@ def test_more_ranks_than_experts_have_slices_and_say_so(tmp_path: Path) -> None:
 
 def test_dense_model_says_that_it_has_no_experts(tmp_path: Path) -> None:
     path = saved(build("llama", {}), tmp_path)
-    assert check_division(path, RankPosition(0, 2, 1, True)) == "its plan divides no experts"
+    assert check_division(path, RankPosition(0, 2, 1, True)) == "the model has no experts that ranks divide"
