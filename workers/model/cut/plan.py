@@ -62,7 +62,9 @@ class TensorPlan:
             elif style is not None:
                 raise CannotCut(f"{self.config.model_type}: its tensor-parallel plan divides {name} by {style!r}")
         if self.part.position.has_whole_experts and not self.part.experts:
-            self.part.why_experts_are_sliced = self.part.why_experts_are_sliced or "the model has no experts that ranks divide"
+            self.part.why_experts_are_sliced = (
+                self.part.why_experts_are_sliced or "the model has no experts that ranks divide"
+            )
 
     def _plan(self, modules: Mapping[str, Any]) -> dict[str, str]:
         """Return the style of each module or parameter that is divided, by its name or its pattern."""

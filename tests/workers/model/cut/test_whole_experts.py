@@ -32,7 +32,11 @@ from tests.workers.ranks import UNHURRIED_S, Ranks, saved
 
 FLOAT = torch.float32
 PROMPTS = random_prompts(5, 23, 40)
-WITHOUT = {"longcat_flash": "LongcatFlashExperts", "llama4_text": "Llama4TextExperts", "jetmoe": "has no experts that ranks divide"}
+WITHOUT = {
+    "longcat_flash": "LongcatFlashExperts",
+    "llama4_text": "Llama4TextExperts",
+    "jetmoe": "has no experts that ranks divide",
+}
 UNDIVIDED = ["beam"]  # test_parts.py has the reason
 _MIXTURES = (
     "mixtral qwen2_moe qwen3_moe olmoe granitemoe glm4_moe deepseek_v2 deepseek_v3 axk1 glm4_moe_lite gpt_oss dots1 "
