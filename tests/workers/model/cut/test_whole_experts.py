@@ -46,6 +46,16 @@ _MIXTURES = (
 )
 
 
+def mixture(name: str) -> Any:
+    """Return a random mixture of experts. No bias is zero: else one that a rank adds for others would not be seen."""
+    experts = {"num_experts": 4, "num_local_experts": 4, "moe_topk": 2} if name == "hunyuan_v1_moe" else {}
+    module = build(name, SERVED[name] | DIVISIBLE.get(name, {}) | experts)
+    for key, parameter in module.named_parameters():
+        if key.endswith("bias"):
+            torch.nn.init.normal_(parameter, std=0.1)
+    return module
+
+
 def part_logits(rank: int, path: Path, tensor_size: int, num_stages: int = 1) -> tuple[list[Tensor], set[range]]:
     """On one rank: return every token's logits, none where the rank has none, and the experts that the rank holds."""
     position = RankPosition(rank, tensor_size, num_stages, has_whole_experts=True)
@@ -68,16 +78,38 @@ def assert_ranks_equal(ranks: Ranks, path: Path, expected: list[Tensor], divisio
 
 
 @pytest.mark.parametrize("division", [(2, 1), pytest.param((4, 1), marks=SOAK), pytest.param((2, 2), marks=SOAK)])
-@pytest.mark.parametrize("name", rest_in_soak(_MIXTURES.split(), "qwen3_moe", "gpt_oss", "nemotron_h"))
+@pytest.mark.parametrize("name", ["qwen3_moe", "gpt_oss", "nemotron_h"])
 def test_ranks_with_whole_experts_equal_one_rank(
     ranks: Ranks, tmp_path: Path, name: str, division: tuple[int, int]
 ) -> None:
-    module = build(name, SERVED[name] | DIVISIBLE.get(name, {}))
-    for key, parameter in module.named_parameters():
-        if key.endswith("bias"):  # else zero: a rank that adds it for other ranks' experts would not be seen
-            torch.nn.init.normal_(parameter, std=0.1)
+    module = mixture(name)
     expected = in_random_steps(load_model(ModelSpec(str(saved(module, tmp_path)), "float32")), PROMPTS, seed=7)
     assert_ranks_equal(ranks, tmp_path, expected, division, 4)
+
+
+# Tensors of each expert; of all experts; with biases, transposed; without a gate; beside other layers and experts.
+USUAL = ["mixtral", "granitemoe", "gpt_oss", "nemotron_h", "deepseek_v3"]
+
+
+@pytest.mark.parametrize("name", rest_in_soak(_MIXTURES.split(), *USUAL))
+@torch.inference_mode()
+def test_experts_that_ranks_read_are_all_of_the_model_and_add_up(name: str, tmp_path: Path) -> None:
+    """In one process: a rank alone reads its experts, and gives its part of the outputs."""
+    module = mixture(name)
+    whole: Any = {key: each for key, each in module.named_modules() if hasattr(each, "_is_expert_parallel")}
+    count = next(iter(whole.values())).num_experts
+    hidden, shares = torch.randn(11, 48), torch.rand(11, 2)
+    chosen = torch.stack([torch.randperm(count)[:2] for _ in range(11)])
+    totals = dict.fromkeys(whole, torch.zeros(11, 48))
+    for rank in range(2):
+        found, part = read(saved(module, tmp_path), RankPosition(rank, 2, 1, True), all_reduce=lambda x: x)
+        assert {key.rpartition(".")[0] for key in part.experts} == whole.keys()
+        for key, own in part.experts.items():
+            assert own == range(count * rank // 2, count * (rank + 1) // 2)
+            assert torch.equal(found.get_parameter(key), module.get_parameter(key)[own.start : own.stop]), key
+        totals = {key: total + found.get_submodule(key)(hidden, chosen, shares) for key, total in totals.items()}
+    for key, total in totals.items():
+        torch.testing.assert_close(total, whole[key](hidden, chosen, shares), atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("tensor_size", [2, 4])
@@ -127,9 +159,9 @@ def test_outputs_of_own_experts_add_up_to_those_of_all(
     torch.testing.assert_close(total, expected, atol=1e-5, rtol=1e-5)
 
 
-def read(path: Path, position: RankPosition) -> Any:
+def read(path: Path, position: RankPosition, **links_: Any) -> Any:
     """Read a checkpoint as a rank does. To read needs no other rank."""
-    links: Any = SimpleNamespace(position=position)
+    links: Any = SimpleNamespace(position=position, **links_)
     return PlainWeights().read(AutoConfig.from_pretrained(path), path, FLOAT, links)
 
 
