@@ -1,10 +1,13 @@
 """Draft with a head that reads the target's hidden states: one pass for all streams, and one for each further draft.
 
-A step hands over the states of its rows. The head has keys and values for the last run of positions whose states were
-computed here: a prefix found in pages, or pages that came from another replica, bring no states, and the run begins
-after them. Positions are counted from the beginning of the run.
+A step hands over the states of its rows. The head has keys and values for the last run of positions whose states are
+known here: a prefix found in pages brings no states, and the run begins after the prefix. A prompt that another replica
+has computed brings the states of its last tokens, and the run begins with these. Positions are counted from the
+beginning of the run.
 """
 
+import hashlib
+import logging
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,9 +29,17 @@ from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.request.batch import Batch, Scheduled
 from crossdock.workers.schedule.request.request import Request
 
+logger = logging.getLogger(__name__)
+
 _MOST_PENDING = 32
 """Rows of a stream from which on the step itself computes their keys and values: chunks of prompts, and streams that
 have not drafted for as many steps."""
+
+MOST_KEPT = 16
+"""Newest states of a stream that stay: the head begins with them where its rows are lost, or at another replica."""
+
+_MOST_HANDED_BYTES = 512 << 10  # of the states that travel with a prompt's pages, in a message of at most 1 MiB
+_NAME_BYTES = 16
 
 
 @dataclass(slots=True, eq=False)
@@ -87,11 +98,11 @@ class _HeadStream:
         self.seen.num_computed_tokens -= num_rows
 
     def end(self, num_rows: int) -> None:
-        """Note that rows of known tokens are computed. The states of the last one stay: it may be computed again."""
+        """Note that rows of known tokens are computed. The states of the last ones stay: see `MOST_KEPT`."""
         self.seen.num_computed_tokens += num_rows
-        last = self.first + self.seen.num_computed_tokens - 1
-        self.states = self.states[last - self.base :].clone()
-        self.base = last
+        kept = max(self.first + self.seen.num_computed_tokens - MOST_KEPT, self.base)
+        self.states = self.states[kept - self.base :].clone()
+        self.base = kept
 
 
 @dataclass(slots=True, eq=False)
@@ -106,6 +117,8 @@ class HeadDrafter:
     _pool: KVPool = field(default_factory=KVPool)
     _streams: dict[str, _HeadStream] = field(default_factory=dict)  # by request; those that drafted last come last
     _passes: DraftPasses = field(init=False)
+    _name: bytes = field(init=False)  # differs where states mean something else
+    _has_warned: bool = False
     _states: Tensor | None = None  # [T, H] that the next pass reads; None: zeros, to measure its seconds
     _own_states: Tensor = field(init=False)  # [N, H] of the newest pass
 
@@ -113,6 +126,8 @@ class HeadDrafter:
         layout = one_layer(*self.head.kv_shape, self.pages.page_size, self.head.dtype)
         self._pool.allocate([layout], [0], self.pages.num_pages, self.head.dtype, self.target.device)
         self._passes = DraftPasses(self._compute, self.pages, self.clock)
+        weights = self.head.fc.weight.cpu().view(torch.uint8).numpy().tobytes()
+        self._name = hashlib.blake2b(f"{self.layers}".encode() + weights, digest_size=_NAME_BYTES).digest()
 
     @classmethod
     def load(cls, config: SpeculativeConfig, target: LoadedModel) -> Self:
@@ -144,6 +159,42 @@ class HeadDrafter:
         """Forget a request; one that was never added is ignored."""
         if self._streams.pop(request_id, None) is not None:
             self.pages.release(request_id)
+
+    def hand_over(self, request_id: str) -> bytes:
+        """Return the states before a request's newest token, from which the same head drafts at another replica.
+
+        Empty: they are not here.
+        """
+        stream = self._streams[request_id]
+        if not stream.can_draft:
+            return b""
+        end = len(stream.tokens) - 1 - stream.base
+        num_rows = max(min(MOST_KEPT, _MOST_HANDED_BYTES // self._row_bytes), 1)
+        rows = stream.states[max(end - num_rows, 0) : end].cpu().contiguous()
+        return self._name + rows.view(torch.uint8).numpy().tobytes()
+
+    def take_over(self, request_id: str, handed: bytes) -> None:
+        """Take what another replica's `hand_over` returned of a request with the same tokens.
+
+        States of another head, and bytes that are none, are left out: drafts then begin with the second step.
+        """
+        stream = self._streams[request_id]
+        num_rows, rest = divmod(len(handed) - _NAME_BYTES, self._row_bytes)
+        start = len(stream.tokens) - 1 - num_rows
+        if not handed.startswith(self._name) or rest or not 0 < num_rows <= MOST_KEPT or start < 0:
+            if not self._has_warned:
+                logger.warning(
+                    "a replica that computes prompts has sent states of another head: streams draft from their second "
+                    "step on. Set the same speculative_config for both pools"
+                )
+            self._has_warned = True
+            return
+        rows = torch.frombuffer(bytearray(handed[_NAME_BYTES:]), dtype=self.head.dtype).view(num_rows, -1)
+        stream.append(start, rows.to(self.target.device))
+
+    @property
+    def _row_bytes(self) -> int:
+        return self.head.width * self.head.dtype.itemsize
 
     def match_length(self, request_id: str, forced: Sequence[int] = ()) -> int:
         """Return a match length: one constant for requests whose states are here, 0 for others, and after `forced`."""

@@ -4,16 +4,23 @@ import asyncio
 import random
 from collections.abc import AsyncIterator
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
+from pydantic import ByteSize
 
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost, Timeouts
 from crossdock.router.fleet import RouterConfig
+from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.report.advertise import Message
+from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.request.request import TokenLogprobs
 from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.cluster.dispatch.in_process import IN_TURN, Forgetful, Hung, InProcess, ready, serving, tokens
 from tests.waiting import until
+from tests.workers.architectures import build
+from tests.workers.draft.eagle_reference import write_head
+from tests.workers.draft.noted_heads import head_config, noting
 
 
 async def test_request_of_dead_replica_goes_on_elsewhere_with_the_same_tokens() -> None:
@@ -96,6 +103,43 @@ async def test_bad_words_and_listed_tokens_are_the_same_on_a_pair_and_after_a_lo
         logprobs = [[logprob for _, logprob in one.top] for one in again]
         assert logprobs == [pytest.approx([logprob for _, logprob in one.top], abs=1e-3) for one in wanted]
         assert "crossdock_ingress_placed_again_total 1.0" in dispatcher.metrics.text()
+
+
+async def test_tokens_with_a_head_in_pools_are_those_without_drafts_after_a_loss_too(tmp_path: Path) -> None:
+    """The decode replica is killed in mid-stream, and a mixed one goes on. Each drafts from its first decode on."""
+    plain = InProcess()
+    config = EngineConfig(
+        kv_cache_memory=ByteSize(4 << 20),
+        speculative_config=SpeculativeConfig.model_validate(head_config(write_head(tmp_path, build("llama", {})))),
+    )
+    prefill, decode, other = InProcess(config, "prefill"), InProcess(config, "decode"), InProcess(config)
+    async with serving(Dispatcher("tiny", RouterConfig(shipping="always")), plain=plain) as dispatcher:
+        wanted = await tokens(dispatcher, "r", 150)
+        notes = {
+            each: noting(each.engine_thread.engine, {"r": wanted}, num_prompt={"r": 30}) for each in (decode, other)
+        }
+        dispatcher.join("prefill", prefill, prefill.profile)
+        dispatcher.join("decode", decode, decode.profile)
+        await ready(dispatcher, 3)
+        dispatcher.leave("plain")
+        output: list[int] = []
+        params = SamplingParams(max_tokens=150, temperature=0.0, ignore_eos=True)
+        async for delta in dispatcher.generate(Submission("r", [3 + i % 100 for i in range(30)], params)):
+            assert delta.first == len(output) or not delta.token_ids
+            output += delta.token_ids
+            if len(output) >= 50 and not decode.is_killed:
+                dispatcher.join("other", other, other.profile)
+                await ready(dispatcher, 3)
+                decode.is_killed = True
+        assert output == wanted
+        assert "crossdock_ingress_placed_again_total 1.0" in dispatcher.metrics.text()
+    for each, noted in notes.items():
+        verification = each.engine_thread.engine.scheduler.verification
+        assert verification is not None
+        assert sum(verification.totals.num_accepted_at) > 10
+        texts = [text for text, _ in noted.notes]
+        assert all(text == [*[3 + i % 100 for i in range(30)], *wanted][: len(text)] for text in texts)
+    assert len(notes[decode].notes[0][0]) == 31, "the prompt and its first token"
 
 
 class Withholding(InProcess):

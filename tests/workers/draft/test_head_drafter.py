@@ -2,8 +2,7 @@
 
 import random
 import shutil
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -15,14 +14,13 @@ from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from crossdock.kernels.cpu.build import cpu_flags
-from crossdock.workers.draft.head_drafter import HeadDrafter
+from crossdock.workers.draft.head_drafter import MOST_KEPT
 from crossdock.workers.model.weights.untrusted import read_json
-from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.replica.engine.speculation import Speculation
 from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import build
 from tests.workers.draft.eagle_reference import EagleReference, write_config, write_head
+from tests.workers.draft.noted_heads import drafter_of, head_config, noting
 from tests.workers.ranks import Ranks, saved
 from tests.workers.replica.engines import tokens_of
 from tests.workers.replica.speculating import (
@@ -30,14 +28,12 @@ from tests.workers.replica.speculating import (
     NUM_REQUESTS,
     VOCAB_SIZE,
     History,
-    Oracle,
     check_request,
     engine_of,
     expected,
     least_pages,
     module,
     serve,
-    speculating,
 )
 from tests.workers.worker_groups import engine_of_ranks
 
@@ -46,57 +42,6 @@ from tests.workers.worker_groups import engine_of_ranks
 def plain() -> PreTrainedModel:
     """Return the target once more, whose attention is its own."""
     return module.__wrapped__()
-
-
-def head_config(folder: Path, num_tokens: int = 4, **others: Any) -> dict[str, Any]:
-    """Return the settings of a head that always drafts as many tokens."""
-    config = {"method": "eagle3", "model": str(folder), "num_speculative_tokens": num_tokens, "adaptive": False}
-    return config | {"draft_kv_cache_memory": 4 << 20} | others
-
-
-def drafter_of(engine: Engine) -> HeadDrafter:
-    """Return the head of an engine."""
-    assert isinstance(engine.speculation, Speculation)
-    drafter = engine.speculation.drafter
-    assert isinstance(drafter, HeadDrafter)
-    return drafter
-
-
-@dataclass
-class Noted:
-    """Lets a head draft, notes what it drafted after which text, and gives drafts that are right more often."""
-
-    head: HeadDrafter
-    oracle: Oracle
-    notes: list[tuple[list[int], list[int]]] = field(default_factory=list)  # texts, and the drafts after them
-    texts: dict[str, Sequence[int]] = field(default_factory=dict)
-
-    def add(self, request_id: str, token_ids: Sequence[int]) -> None:
-        self.texts[request_id] = token_ids
-        self.head.add(request_id, token_ids)
-        self.oracle.add(request_id, token_ids)
-
-    def remove(self, request_id: str) -> None:
-        self.head.remove(request_id)
-        self.oracle.remove(request_id)
-
-    def seconds(self, num_streams: int, num_tokens: int) -> float:
-        return self.head.seconds(num_streams, num_tokens)
-
-    def match_length(self, request_id: str, forced: Sequence[int] = ()) -> int:
-        return self.head.match_length(request_id, forced)
-
-    def propose(self, wanted: Mapping[str, int], forced: Mapping[str, Sequence[int]] = {}) -> dict[str, list[int]]:
-        drafts = self.head.propose(wanted, forced)
-        self.notes += [(list(self.texts[name]), found) for name, found in drafts.items()]
-        return self.oracle.propose(dict.fromkeys(drafts, 4), forced)
-
-
-def noting(engine: Engine, answers: Mapping[str, Sequence[int]], share_right: float = 0.7) -> Noted:
-    """Put a drafter that notes in the place of an engine's own, and return it."""
-    noted = Noted(drafter_of(engine), Oracle(answers, share_right, random.Random(3)))
-    speculating(engine, noted)
-    return noted
 
 
 @pytest.mark.parametrize(("draft_vocab", "changed"), [(None, {}), (100, {"norm_before_residual": True})])
@@ -170,6 +115,29 @@ def test_full_pool_of_a_head_takes_pages_of_the_stream_that_drafted_least_recent
         check_request(found[name], deltas, was_aborted=False)
     assert noted.head.pages.num_pages == 6
     assert noted.notes
+
+
+def test_stream_whose_rows_lost_their_pages_drafts_from_the_states_that_are_kept(tmp_path: Path) -> None:
+    """The head of two streams has pages for one: the first one drafts again once the second one has ended."""
+    folder = write_head(tmp_path, module())
+    memory = 6 * 16 * 2 * 2 * 16 * 4  # six pages
+    engine = engine_of(speculative_config=head_config(folder, 3, draft_kv_cache_memory=memory))
+    greedy = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
+    works = [Submission(name, [3 + number] * 60, greedy) for number, name in enumerate("ab")]
+    works[1] = replace(works[1], sampling=replace(greedy, max_tokens=4))
+    reference = serve(engine_of(), History(works, [0, 0], {}))[0]
+    noted = noting(engine, {name: tokens_of(deltas) for name, deltas in reference.items()}, 0.0)
+    found, _ = serve(engine, History(works, [0, 8], {}))
+    assert [tokens_of(found[name]) for name in "ab"] == [tokens_of(reference[name]) for name in "ab"]
+    texts = [text for text, _ in noted.notes]
+    others = [number for number, text in enumerate(texts) if text[0] == 4]
+    assert others, "the second stream took the pages"
+    text, drafts = noted.notes[others[-1] + 1]
+    oracle, num_states = EagleReference(folder, plain()), len(text) - 1
+    assert drafts != oracle.drafts(text, 3)
+    kept = [oracle.drafts(text, 3, num_states - number) for number in range(MOST_KEPT, MOST_KEPT + 6)]
+    assert drafts in kept, "with the states of the steps since"
+    assert drafts not in [oracle.drafts(text, 3, num_states - number) for number in range(1, 6)]
 
 
 def test_memory_for_less_than_a_page_is_refused(tmp_path: Path) -> None:

@@ -98,10 +98,11 @@ class Oracle:
     share_right: float
     generator: random.Random
     vocab_size: int = VOCAB_SIZE
+    num_prompt: Mapping[str, int] = field(default_factory=dict)  # by request; missing: all tokens that it comes with
     streams: dict[str, tuple[Sequence[int], int]] = field(default_factory=dict)  # tokens; those of the prompt
 
     def add(self, request_id: str, token_ids: Sequence[int]) -> None:
-        self.streams[request_id] = token_ids, len(token_ids)
+        self.streams[request_id] = token_ids, self.num_prompt.get(request_id, len(token_ids))
 
     def remove(self, request_id: str) -> None:
         self.streams.pop(request_id, None)

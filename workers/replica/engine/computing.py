@@ -35,7 +35,6 @@ from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import Window
 from crossdock.workers.schedule.pictures.encoding import Encoding
-from crossdock.workers.schedule.request.batch import Batch
 from crossdock.workers.schedule.request.submission import InvalidField, SamplingParams
 
 _ROW_TILE = 128  # rows of a tile of cuBLAS's products on GPUs: 2,112 rows take the time of 2,176
@@ -72,13 +71,13 @@ def _executor(
     sampler = StepSampler(tuple(ends))
     speculative = config.speculative_config
     speculation: Speculation | None = None
-    on_computed: Callable[[Batch], None] | None = None
+    head: HeadDrafter | None = None
     if speculative is not None:  # before pages take all memory
         drafter = new_drafter(speculative, model)
         speculation = Speculation(speculative, drafter, sampler)
         if isinstance(drafter, HeadDrafter):
             _check_eager(model, config)
-            on_computed = drafter.observe
+            head = drafter
     if worker_group is None:  # else its ranks have chosen them together
         model = choose_groups(model, config)
     windows = [group.window for group in model.groups] or [None]
@@ -116,7 +115,7 @@ def _executor(
         why_text_alone=model.why_text_alone,
         cpu_kernels=model.kernels if model.device.type == "cpu" else "",
         speculation=speculation,
-        on_computed=on_computed,
+        head=head,
         adapters=None if model.adapters is None else AdapterLoader(model.adapters, worker_group),
         new_weights=WeightUpdate(NewWeights(model), worker_group),
         tiers=tiers,

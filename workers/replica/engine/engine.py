@@ -74,6 +74,7 @@ class Engine:
         self.intervals = IntervalShare(())  # set by `calibrate`
         self.num_not_finite = 0  # requests that ended because the model computed NaN or infinity
         self._sampler = executor.sampler
+        self._head = executor.head
         self.scheduler = Scheduler(
             executor.config,
             executor.pages,
@@ -86,9 +87,8 @@ class Engine:
             max_loras=0 if executor.adapters is None else executor.config.max_loras,
             row_tile=executor.row_tile,
         )
-        self.pipeline = Pipeline(
-            executor.runner, executor.sampler, clock, executor.is_ahead, on_computed=executor.on_computed
-        )
+        on_computed = None if executor.head is None else executor.head.observe
+        self.pipeline = Pipeline(executor.runner, executor.sampler, clock, executor.is_ahead, on_computed=on_computed)
 
     @property
     def model(self) -> "LoadedModel":
@@ -201,10 +201,19 @@ class Engine:
         self._forget(request_id)
         return self.scheduler.abort(request_id)
 
-    def arrive(self, request_id: str, token_id: int) -> None:
-        """Let a held request decode from the next step on: all its pages and its first token have arrived."""
+    def arrive(self, request_id: str, token_id: int, states: bytes = b"") -> None:
+        """Let a held request decode from the next step on: all its pages and its first token have arrived.
+
+        `states`: what `states_for_drafts` returned where the prompt was computed.
+        """
         self._sampler.accept(request_id, token_id)
         self.scheduler.handoff.start_decoding(request_id, token_id, self.clock())
+        if states and self._head is not None:
+            self._head.take_over(request_id, states)
+
+    def states_for_drafts(self, request_id: str) -> bytes:
+        """Return the states before a request's newest token, for the head that drafts where the request will decode."""
+        return b"" if self._head is None else self._head.hand_over(request_id)
 
     def ship(self, request_id: str) -> None:
         """End a held request here: all its pages are at another replica."""

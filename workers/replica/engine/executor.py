@@ -17,6 +17,7 @@ from crossdock.workers.schedule.request.request import Request, TokenDelta
 from crossdock.workers.schedule.request.submission import Grammar, SamplingParams
 
 if TYPE_CHECKING:  # what only a model needs imports torch
+    from crossdock.workers.draft.head_drafter import HeadDrafter
     from crossdock.workers.model.model import LoadedModel
     from crossdock.workers.replica.engine.weight_update import WeightUpdate
     from crossdock.workers.replica.ranks.step_deadline import StepDeadline
@@ -154,7 +155,7 @@ class Executor:
     why_text_alone: str = ""
     cpu_kernels: str = ""  # which compute the matrix products of fused layers on a CPU; empty: none are named
     speculation: Drafts | None = None
-    on_computed: Callable[[Batch], None] | None = None  # see `Pipeline`
+    head: "HeadDrafter | None" = None  # drafts for `speculation` from the hidden states of steps; None: nothing does
     adapters: AdapterLoads | None = None  # None: it takes no adapters
     new_weights: "WeightUpdate | None" = None  # None: the device is emulated, and has no weights
     tiers: "TierStore | None" = None

@@ -119,7 +119,9 @@ class Handover:
             if request.finish_reason is not None:  # its first token was its last: the pages are not needed
                 self._cancel(request.id, Leg.SEND)
             elif request.num_output_tokens > len(request.submission.output_token_ids):
-                result = msgspec.msgpack.encode(request.token_ids[-1])
+                states = self.engine.states_for_drafts(request.id)
+                token_id = request.token_ids[-1]
+                result = msgspec.msgpack.encode((token_id, states) if states else token_id)
                 groups = pages_of(self.engine, request.owner)
                 state = tuple(self.engine.pages.states.newest(request.owner))
                 self.dock.call(FinishCall(request.id, groups, request.num_computed_tokens, result, state))
@@ -217,8 +219,8 @@ class Handover:
             self.engine.scheduler.handoff.take_over(request.id, self.engine.clock())
             self.engine.pages.end_quarantine(request.owner)
             return ()
-        token_id = _token(event.result, self.engine.executor.vocab_size)
-        self.engine.arrive(request.id, token_id or 0)
+        token_id, states = _first_token(event.result, self.engine.executor.vocab_size)
+        self.engine.arrive(request.id, token_id or 0, states)
         if token_id is not None:
             return ()
         self.engine.abort(request.id)  # its pages are all here and no process writes to them: it ends as a running one
@@ -252,13 +254,17 @@ def _ended(request: Request) -> TokenDelta:
     return TokenDelta(request.id, [], epoch=request.epoch, finish_reason=request.finish_reason)
 
 
-def _token(result: bytes, vocab_size: int) -> int | None:
-    """Return the token that came with the pages; None: another process sent a number that is no token of the model."""
+def _first_token(result: bytes, vocab_size: int) -> tuple[int | None, bytes]:
+    """Return the token that came with the pages, and states of a head: empty where there are none.
+
+    None: another process sent a number that is no token of the model.
+    """
     try:
-        token_id = msgspec.msgpack.decode(result, type=int)
+        found = msgspec.msgpack.decode(result, type=int | tuple[int, bytes])
     except (ValueError, RecursionError):
-        return None
-    return token_id if 0 <= token_id < vocab_size else None
+        return None, b""
+    token_id, states = (found, b"") if isinstance(found, int) else found
+    return (token_id if 0 <= token_id < vocab_size else None), states
 
 
 def _owner(event: Event) -> str:

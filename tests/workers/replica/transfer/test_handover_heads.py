@@ -1,0 +1,103 @@
+"""A head of EAGLE-3 in two pools: the first decode step drafts, from states that came with the prompt's pages."""
+
+import asyncio
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from crossdock.workers.draft.head_drafter import MOST_KEPT
+from tests.workers.architectures import build
+from tests.workers.draft.eagle_reference import LAYERS, EagleReference, write_head
+from tests.workers.draft.noted_heads import drafter_of, head_config, noting
+from tests.workers.ranks import Ranks, saved
+from tests.workers.replica.sides import Side, closing, prompts, ship, submission
+from tests.workers.worker_groups import engine_of_ranks
+
+NUM_TOKENS = 16
+TEXTS = [prompts()[number] for number in (0, 1, 3, 5, 6)]  # 1 to 223 tokens
+
+
+def side(folder: Path, **config: Any) -> Side:
+    """Return a replica whose head in `folder` drafts."""
+    return Side("tcp", speculative_config=head_config(folder, 3), **config)
+
+
+async def expected() -> list[list[int]]:
+    """Return the tokens of a replica without drafts."""
+    plain = Side("tcp")
+    try:
+        return [await plain.generate(submission(text, NUM_TOKENS)) for text in TEXTS]
+    finally:
+        await plain.close()
+
+
+async def test_first_decode_step_drafts_from_the_states_of_the_last_prompt_tokens(tmp_path: Path) -> None:
+    """As plain torch does from these states; once more from cached prefixes, which leave fewer of them."""
+    folder = write_head(tmp_path, build("llama", {}))
+    reference = EagleReference(folder, build("llama", {}))
+    wanted = await expected()
+    async with closing(side(folder, max_num_batched_tokens=40), side(folder)) as (prefill, decode):
+        for cached in (0, 16):
+            works = [submission(text, NUM_TOKENS) for text in TEXTS]
+            answers = {work.id: tokens for work, tokens in zip(works, wanted, strict=True)}
+            noted = noting(decode.engine, answers)
+            assert await asyncio.gather(*(ship(prefill, decode, work) for work in works)) == wanted
+            decode.engine.speculation.drafter = noted.head  # type: ignore[union-attr]
+            for text in TEXTS:
+                notes = [note for note in noted.notes if note[0][: len(text)] == text]
+                assert len(notes[0][0]) == len(text) + 1, "of the first decode step"
+                first = max(len(text) - MOST_KEPT, (len(text) - 1) // 16 * cached)
+                for whole, drafts in notes:
+                    assert drafts == reference.drafts(whole, len(drafts), first)
+    assert decode.engine.scheduler.verification is not None
+    assert sum(decode.engine.scheduler.verification.totals.num_accepted_at) > 10
+
+
+@pytest.mark.parametrize("kind", ["no head", "another head", "damaged"])
+async def test_decode_replica_without_states_of_its_head_drafts_from_its_second_step_on(
+    tmp_path: Path, kind: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = build("llama", {})
+    folder = write_head(tmp_path / "head", target)
+    wanted = await expected()
+    layers = [0, 2, 3] if kind == "another head" else list(LAYERS)
+    sent = write_head(tmp_path / "other", target, eagle_aux_hidden_state_layer_ids=layers)
+    other = Side("tcp") if kind == "no head" else side(sent)
+    if kind == "damaged":
+        head = drafter_of(other.engine)
+        whole = head.hand_over
+        monkeypatch.setattr(type(head), "hand_over", lambda self, name: whole(name)[:-1])
+    works = [submission(text, NUM_TOKENS) for text in TEXTS]
+    async with closing(other, side(folder)) as (prefill, decode):
+        noted = noting(decode.engine, {work.id: tokens for work, tokens in zip(works, wanted, strict=True)})
+        with caplog.at_level(logging.WARNING):
+            assert [await ship(prefill, decode, work) for work in works] == wanted
+    assert min(len(text) for text, _ in noted.notes if text[: len(TEXTS[-1])] == TEXTS[-1]) == len(TEXTS[-1]) + 2
+    warned = [record.getMessage() for record in caplog.records if "another head" in record.getMessage()]
+    assert len(warned) == (kind != "no head"), "once, however many prompts come"
+
+
+async def test_replica_without_a_head_takes_prompts_of_one_with_a_head(tmp_path: Path) -> None:
+    wanted = await expected()
+    async with closing(side(write_head(tmp_path, build("llama", {}))), Side("tcp")) as (prefill, decode):
+        assert [await ship(prefill, decode, submission(text, NUM_TOKENS)) for text in TEXTS] == wanted
+
+
+@pytest.mark.parametrize("is_prefill_whole", [True, False])
+async def test_states_travel_between_replicas_of_unequal_ranks(
+    ranks: Ranks, tmp_path: Path, is_prefill_whole: bool
+) -> None:
+    path = saved(build("llama", {}), tmp_path / "target")
+    folder = write_head(tmp_path / "head", build("llama", {}))
+    wanted = await expected()
+    settings = {"speculative_config": head_config(folder, 3), "max_num_batched_tokens": 80}
+    with engine_of_ranks(ranks, path, 2, 1, **settings) as engine:
+        sides = (side(folder), Side("tcp", engine=engine))
+        async with closing(*(sides if is_prefill_whole else reversed(sides))) as (prefill, decode):
+            works = [submission(text, NUM_TOKENS) for text in TEXTS]
+            noted = noting(decode.engine, {work.id: tokens for work, tokens in zip(works, wanted, strict=True)})
+            assert [await ship(prefill, decode, work) for work in works] == wanted
+    lengths = {len(text) for text, _ in noted.notes}
+    assert {len(text) + 1 for text in TEXTS} <= lengths, "each stream drafts in its first decode step"
