@@ -5,11 +5,13 @@
     python benchmarks/speculation.py --streams 64 --workloads chat all --tokens 96   # a full batch: 5 minutes
     python benchmarks/speculation.py --settings none grammar adaptive --workloads forms    # JSON schemas: 2 minutes
     python benchmarks/speculation.py --settings vllm vllm-ngram --streams 1 8   # after peers/vllm.sh install: 6 minutes
+    python benchmarks/speculation.py --settings none adaptive head --head HEAD --workloads chat   # 4 minutes
 
 Prompts are those of speculation_inputs.py: three workloads whose answers repeat the prompt (quotes, edits of programs,
 JSON from text), free chat, and `all`, in which the four are mixed; and `forms`, whose answers follow a JSON schema
-each, so that a grammar dictates many of their tokens. Answers are greedy. The default model,
-SmolLM2-135M-Instruct, copies less faithfully than a large model, and it repeats itself, also in free chat: both count
+each, so that a grammar dictates many of their tokens. `head` drafts with a head of EAGLE-3, such as
+models/eagle_head.py trains; `adaptive` looks up what followed the same tokens before. Answers are greedy. The default
+model, SmolLM2-135M-Instruct, copies less faithfully than a large model, and it repeats itself, also in free chat: both count
 as repetition here. So look at the differences between settings, not at how much a workload gains.
 
 Each cell of the table is a closed loop of so many streams, each with its next prompt as soon as an answer ends. Prints
@@ -56,6 +58,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # flags by the name of the setting; na
     **{f"fixed-{length}": _ours(length, adaptive=False) for length in (2, 4, 8)},
     "adaptive": _ours(MOST, adaptive=True),
     "grammar": ("--speculative-config", json.dumps({"method": "grammar", "num_speculative_tokens": MOST})),
+    "head": (),  # with a directory that is known when the script runs: see `command`
     "vllm": (),
     "vllm-ngram": (
         "--speculative-config",
@@ -63,6 +66,7 @@ SETTINGS: dict[str, tuple[str, ...]] = {  # flags by the name of the setting; na
     ),
 }
 OURS = [name for name in SETTINGS if not name.startswith("vllm")]
+OF_SOME = ("grammar", "head")  # settings for some workloads, or models, which are measured when they are asked for
 DRAFTED = ("crossdock_draft_tokens_total", "vllm:spec_decode_num_draft_tokens_total")  # the server has one of them
 FORCED = ("crossdock_draft_tokens_forced_total",)
 ACCEPTED = ("crossdock_draft_tokens_accepted_total", "vllm:spec_decode_num_accepted_tokens_total")
@@ -184,7 +188,7 @@ def table(rows: Mapping[str, Row]) -> str:
 def verdict(rows: Mapping[str, Row]) -> str:
     """Return adaptive beside the best fixed number of drafts and beside none, in words."""
     speeds = {name: row["tok/s"] for name, row in rows.items() if name in OURS}
-    fixed = [name for name in speeds if name not in ("adaptive", "grammar")]
+    fixed = [name for name in speeds if name not in ("adaptive", *OF_SOME)]
     if "adaptive" not in speeds or not fixed:
         return ""
     best, ours = max(fixed, key=lambda name: speeds[name]), speeds["adaptive"]
@@ -197,22 +201,28 @@ def verdict(rows: Mapping[str, Row]) -> str:
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model", nargs="?", type=Path, help="Hugging Face directory (default: the embedded model)")
-    usual = [name for name in OURS if name != "grammar"]
+    usual = [name for name in OURS if name not in OF_SOME]
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=usual)
     parser.add_argument("--workloads", nargs="+", choices=[*WORKLOADS, "all", "forms"], default=[*WORKLOADS, "all"])
     parser.add_argument("--streams", nargs="+", type=int, default=[1, 8], help="clients at a time")
     parser.add_argument("--requests", type=int, default=6, help="least requests of a cell (default: %(default)s)")
     parser.add_argument("--tokens", type=int, default=160, help="most tokens of an answer (default: %(default)s)")
     parser.add_argument("--repeats", type=int, default=1)
+    parser.add_argument("--head", type=Path, help="directory of the head of setting head")
     add_peer_option(parser)
     add_server_options(parser, "speculation", 8413)
     args = parser.parse_args()
     args.model = args.model or default_model_dir()
+    if "head" in args.settings and args.head is None:
+        parser.error("setting head needs --head")
     return args
 
 
 def command(args: argparse.Namespace, name: str, _: Path) -> list[str]:
     """Return the command that serves the model with one setting."""
+    if name == "head":
+        config = {"method": "eagle3", "model": str(args.head), "num_speculative_tokens": 3}
+        return crossdock_command(args, "--speculative-config", json.dumps(config))
     if not name.startswith("vllm"):
         return crossdock_command(args, *SETTINGS[name])
     return peer_command(args, "vllm", 2048, "--max-num-seqs", "64", *SETTINGS[name])

@@ -1,5 +1,6 @@
 """The benchmark of speculation without servers: its settings, its prompts and its table."""
 
+import argparse
 import json
 from itertools import islice
 from pathlib import Path
@@ -26,6 +27,16 @@ def test_configs_of_our_settings_are_accepted(speculation: ModuleType) -> None:
     ]
     assert [config.num_speculative_tokens for config in configs] == [2, 4, 8, 8, 8]
     assert [config.adaptive for config in configs] == [False, False, False, True, True]
+
+
+def test_head_is_served_from_its_directory_and_is_no_length_to_compare_with(speculation: ModuleType) -> None:
+    args = argparse.Namespace(model=None, port=1, crossdock_option=[], head=Path("a head"))
+    *_, flag, config = speculation.command(args, "head", Path())
+    assert flag == "--speculative-config"
+    found = SpeculativeConfig.model_validate(json.loads(config))
+    assert (found.method, found.model, found.num_speculative_tokens) == ("eagle3", "a head", 3)
+    rows = {"none": {"tok/s": 100.0}, "adaptive": {"tok/s": 110.0}, "head": {"tok/s": 200.0}}
+    assert "1.10 times the best of the others (none)" in speculation.verdict(rows)
 
 
 def test_prompts_of_all_workloads_take_turns_and_begin_again(speculation: ModuleType) -> None:
