@@ -11,8 +11,8 @@ Prompts are those of speculation_inputs.py: three workloads whose answers repeat
 JSON from text), free chat, and `all`, in which the four are mixed; and `forms`, whose answers follow a JSON schema
 each, so that a grammar dictates many of their tokens. `head` drafts with a head of EAGLE-3, such as
 models/eagle_head.py trains; `adaptive` looks up what followed the same tokens before. Answers are greedy. The default
-model, SmolLM2-135M-Instruct, copies less faithfully than a large model, and it repeats itself, also in free chat: both count
-as repetition here. So look at the differences between settings, not at how much a workload gains.
+model, SmolLM2-135M-Instruct, copies less faithfully than a large model, and it repeats itself, also in free chat: both
+count as repetition here. So look at the differences between settings, not at how much a workload gains.
 
 Each cell of the table is a closed loop of so many streams, each with its next prompt as soon as an answer ends. Prints
 output tokens per second, gaps between events in ms (an event has several tokens where drafts were accepted), the
