@@ -19,6 +19,7 @@ from tests.workers.replica.engines import tokens_of
 from tests.workers.replica.speculating import History, engine_of, module, serve
 
 recipe = script("models/eagle_head")
+gain = script("models/head_gain")
 
 
 def chat_of(recipe: ModuleType, target: PreTrainedModel, tokens: list[int], num_prompt: int, layers: Any) -> Any:
@@ -97,3 +98,20 @@ def test_trained_head_drafts_in_an_engine_as_in_training(
             assert drafts[0] == known[chat, len(text) - 2]
             checked += 1
     assert checked > 20
+
+
+def test_gain_counts_tokens_drafts_and_steps_of_streams(gain: ModuleType, tmp_path: Path) -> None:
+    """A random head: few of its drafts are accepted, and answers are the same."""
+    settings = gain.settings_of(write_head(tmp_path, module()))
+    assert list(settings) == ["none", "lookup, 1", "lookup, 2", "head, 1", "head, 2"]
+    prompts = [[3 + (number + 5) * at % 250 for at in range(8)] for number in range(3)]
+    rows, wanted = {}, None
+    for name, config in settings.items():
+        found, answers = gain.serve(engine_of(speculative_config=config), prompts, 2, 20)
+        wanted = wanted or answers
+        assert answers == wanted
+        assert found.tokens == sum(map(len, answers)) == found.parts + found.accepted
+        assert (found.drafted > 0) == (name != "none")
+        assert found.firsts_accepted <= found.firsts <= found.drafted
+        rows[name] = found._replace(answers=3, same=3).row
+    assert len(gain.table(rows).splitlines()) == 2 + len(settings)
