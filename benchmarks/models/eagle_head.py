@@ -1,7 +1,7 @@
-"""What does a head of EAGLE-3 gain that was trained on a CPU, on text that the model writes itself?
+"""Train a head of EAGLE-3 on a CPU, on text that the model writes itself.
 
     nice python benchmarks/models/eagle_head.py HEAD           # about 15 minutes of one core
-    python benchmarks/speculation.py --settings none adaptive head --head HEAD --workloads chat --streams 1 8
+    nice python benchmarks/models/head_gain.py HEAD            # what its drafts gain
 
 The model writes the user's part of a chat, by sampling after the template's beginning, and answers it greedily. The
 states that the head will read are taken from the steps that compute the answers. Then the head learns to draft what the
@@ -210,7 +210,7 @@ class Drill:
         return torch.cat([each.view(-1, 2) for each in rows])
 
     def _attended(self, q: Tensor, keys: Sequence[Tensor], values: Sequence[Tensor]) -> Tensor:
-        """Return what queries [B, L, Hq, D] see, [B L, Hq, D].
+        """Return the values that queries [B, L, Hq, D] see, [B L, Hq, D].
 
         A row of the last pass sees the model's states up to where its drafts began, then a row of each pass since.
         """

@@ -1,4 +1,4 @@
-"""What do drafts of a head of EAGLE-3 gain beside those of a lookup, in CPU seconds of one thread?
+"""Measure what drafts of a head of EAGLE-3 gain beside those of a lookup, in CPU seconds of one thread.
 
     nice python benchmarks/models/head_gain.py HEAD --record speculation        # four minutes of one core
 
@@ -37,7 +37,7 @@ from tables import Row, add_output_options, cell, markdown, write
 
 
 class Counts(NamedTuple):
-    """What an engine has done."""
+    """Counts of an engine's work."""
 
     seconds: float = 0.0  # of CPU time
     tokens: int = 0
