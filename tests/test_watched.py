@@ -125,6 +125,9 @@ WATCHERS = {
     "workers/replica/tiers/page_thread.py:PageThread.__init__ Thread": Watcher(
         "workers/replica/serving/engine_thread.py:EngineThread.is_alive", HEALTH
     ),
+    "workers/replica/tiers/part_keeper.py:PartKeeper.open Thread": Watcher(
+        "PartKeeper._run", "every error is an answer; without one, the log of the driver names a volume that is silent"
+    ),
     "workers/sandbox/limited_child.py:run_limited fork": Watcher("run_limited", "its parent waits for it"),
     "workers/sandbox/sandbox.py:Sandbox.start Popen": Watcher("Sandbox.ask", "there is no answer: it is started again"),
     "kvtransfer/dock.py:Dock.__init__ Thread": Watcher(

@@ -36,7 +36,7 @@ def local_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
 def _worker_group_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
     from crossdock.workers.model.weights.checkpoint import resolve_model, resolve_tokenizer
     from crossdock.workers.model.weights.weights import check_division
-    from crossdock.workers.replica.engine.computing import new_engine
+    from crossdock.workers.replica.engine.engine_loader import engine_of_ranks
     from crossdock.workers.replica.ranks.rank_loader import position_of
     from crossdock.workers.replica.ranks.worker_group import WorkerGroup
 
@@ -58,7 +58,7 @@ def _worker_group_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
         for process in followers:
             process.start()
         _see_only(gpus[driver])
-        yield new_engine(_load(worker_group), spec.engine, tokenizer, worker_group=worker_group)
+        yield engine_of_ranks(_load(worker_group), worker_group, tokenizer)
     finally:
         worker_group.close()
         for process in followers:

@@ -8,7 +8,7 @@ from typing import Any
 from pydantic import ByteSize
 
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
-from crossdock.workers.replica.engine.computing import new_engine
+from crossdock.workers.replica.engine import engine_loader
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.ranks.rank_loader import driver_of
 from crossdock.workers.replica.ranks.rank_socket import WorkerGroupAddress
@@ -63,7 +63,7 @@ def engine_of_ranks(
     for number, rank in enumerate(followers):
         ranks.start(number, follower, spec, rank, worker_group.address)
     try:
-        yield new_engine(worker_group.load(), spec.engine, worker_group=worker_group)
+        yield engine_loader.engine_of_ranks(worker_group.load(), worker_group, None)
     finally:
         worker_group.close()
         for number in range(len(followers)):

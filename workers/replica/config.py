@@ -310,14 +310,6 @@ class ReplicaSpec:
     lora_modules: Mapping[str, str] = field(default_factory=dict)  # folders of the start's adapters, by name
     device: Device | None = None  # of each rank; None: a GPU where torch finds one, else the CPU
 
-    def __post_init__(self) -> None:
-        """Refuse settings that these replicas cannot have. ValueError: the message names the setting."""
-        if self.engine.kv_cache_files and self.num_ranks > 1:
-            raise ValueError(
-                "kv_cache_files must be null for a replica of several ranks: each rank's part of a page could be lost "
-                "alone. kv_cache_host_memory holds the pages of all ranks"
-            )
-
     def weights_of(self, checkpoint: str) -> str:
         """Return a name for the weights that products read, by the name of the checkpoint."""
         quantization = self.model.quantization

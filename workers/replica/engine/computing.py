@@ -23,12 +23,12 @@ from crossdock.workers.replica.engine.speculation import Speculation
 from crossdock.workers.replica.engine.step_sampler import StepSampler
 from crossdock.workers.replica.engine.weight_update import WeightUpdate
 from crossdock.workers.replica.ranks.pool_layout import choose_groups, held_layers, memory_of, pool_spec
-from crossdock.workers.replica.ranks.rank_messages import AllocatePool, RecordSteps
+from crossdock.workers.replica.ranks.rank_messages import AllocatePool, OpenFiles, RecordSteps
 from crossdock.workers.replica.ranks.step_deadline import StepDeadline
 from crossdock.workers.replica.ranks.worker_group import WorkerGroup
 from crossdock.workers.replica.step_sizes import sized
-from crossdock.workers.replica.tiers.file_tier import FileTier
 from crossdock.workers.replica.tiers.page_copies import PoolCopies
+from crossdock.workers.replica.tiers.page_files import PageFiles, open_folder
 from crossdock.workers.replica.tiers.page_thread import PageThread
 from crossdock.workers.replica.tiers.tier_store import FILE_RATE, HOST_RATE, TierStore, slots_for
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
@@ -86,7 +86,7 @@ def _executor(
     model.allocate_pool(num_pages, config.page_size)
     tiers = open_tiers(model, config, weights, num_pages, worker_group)
     on_evict = None if tiers is None else tiers.evicted
-    runner = _runner(model, config, worker_group, num_pages, 0 if tiers is None else tiers.num_slots)
+    runner = _runner(model, config, worker_group)
     if speculation is not None:
         speculation.policy.stop_at(runner.verified)
     return Executor(
@@ -133,17 +133,12 @@ def _check_eager(model: LoadedModel, config: EngineConfig) -> None:
         )
 
 
-def _runner(
-    model: LoadedModel, config: EngineConfig, worker_group: WorkerGroup | None, num_pages: int, num_slots: int
-) -> Runner:
-    """Return the runner of the steps, after every rank has allocated its pool and recorded its part of steps.
-
-    `num_slots`: in the host's memory, beside the pool."""
+def _runner(model: LoadedModel, config: EngineConfig, worker_group: WorkerGroup | None) -> Runner:
+    """Return the runner of the steps, after every rank has recorded its part of steps."""
     sizes = config.max_num_seqs, config.max_num_batched_tokens
     broadcast: Callable[[bytes], None] | None = None
     if worker_group is not None:
         broadcast = worker_group.run_step
-        worker_group.broadcast(AllocatePool(num_pages, num_slots))
         if not config.enforce_eager:
             worker_group.broadcast(RecordSteps(*sizes, config.most_drafts))  # ends only if this rank records too
     if config.enforce_eager:
@@ -208,25 +203,35 @@ def _new_encoding(model: LoadedModel, config: EngineConfig) -> Encoding | None:
 def open_tiers(
     model: LoadedModel, config: EngineConfig, weights: str, num_pages: int, worker_group: WorkerGroup | None
 ) -> TierStore | None:
-    """Return the tiers below the pool of a model; None: the settings ask for none. `worker_group`: the other ranks.
+    """Return the tiers below the pool of a model; None: the settings ask for none. `worker_group`: the other ranks,
+    which allocate their pools here, too.
 
-    `weights` names the weights. Raises ValueError: the folder cannot be written to, or the memory is too small.
+    `weights` names the weights. Raises ValueError: a folder cannot be written to, or the memory is too small.
     """
     folder, most_bytes = config.kv_files
     host_bytes = int(config.kv_cache_host_memory or 0)
     if folder is None and not host_bytes:
+        if worker_group is not None:
+            worker_group.broadcast(AllocatePool(num_pages, 0))
         return None
-    files = None
-    if folder is not None:
-        assert weights, "files outlive the engine: their pages are of named weights"
-        files = FileTier(folder.expanduser(), most_bytes, _fingerprint(model, config, weights, num_pages))
     pages = model.pool.by_page
     most_pages = max(model.state_pages(config.page_size), 1)
     page_bytes = pages.shape[1] if worker_group is None else worker_group.page_bytes
     if 0 < host_bytes < most_pages * page_bytes:
         raise ValueError(f"kv_cache_host_memory ({host_bytes}) must be at least {most_pages * page_bytes} bytes")
     num_slots = slots_for(host_bytes, page_bytes, most_pages)
+    if worker_group is not None:
+        worker_group.broadcast(AllocatePool(num_pages, num_slots))
     copies = PoolCopies(pages, num_slots, None if worker_group is None else worker_group.broadcast)
+    files = None
+    if folder is not None:
+        assert weights, "files outlive the engine: their pages are of named weights"
+        fingerprint = _fingerprint(model, config, worker_group, num_pages, weights)
+        if worker_group is not None:
+            worker_group.broadcast(OpenFiles(fingerprint))
+        position = model.part.position
+        own = open_folder(folder, most_bytes, fingerprint, position.rank, position.size)
+        files = PageFiles(own, copies, worker_group)
     return TierStore(
         PageThread(copies, files, most_pages),
         page_bytes,
@@ -236,8 +241,12 @@ def open_tiers(
     )
 
 
-def _fingerprint(model: LoadedModel, config: EngineConfig, weights: str, num_pages: int) -> bytes:
-    """Return 16 bytes that differ where a page's bytes would mean something else."""
-    spec = pool_spec([held_layers(model)], 0, model, weights, config.page_size, num_pages)
+def _fingerprint(
+    model: LoadedModel, config: EngineConfig, worker_group: WorkerGroup | None, num_pages: int, weights: str
+) -> bytes:
+    """Return 16 bytes that differ where a page's bytes, or one rank's part of them, would mean something else."""
+    spec = _pool_spec(model, config, worker_group, num_pages, weights)
     text = f"{spec.compatibility} {spec.page_bytes} {model.state_pages(config.page_size)}"
+    if worker_group is not None:
+        text += f" {spec.shards}"
     return hashlib.blake2b(text.encode(), digest_size=16).digest()

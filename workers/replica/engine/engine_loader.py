@@ -1,19 +1,23 @@
-"""Loads the engine of a replica of one rank."""
+"""Loads the engine of a replica, on one rank or on several."""
 
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 
 from crossdock.workers.model.load import load_model
+from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.text_encoder import TextEncoder, load_text_encoder
 from crossdock.workers.model.text_files import text_answer
 from crossdock.workers.model.weights.checkpoint import resolve_model, resolve_tokenizer
+from crossdock.workers.model.weights.fingerprint import fingerprint
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.text_engine import text_engine
 from crossdock.workers.replica.ranks.device import device_of
 from crossdock.workers.replica.ranks.step_deadline import StepDeadline
+from crossdock.workers.replica.ranks.worker_group import WorkerGroup
 from crossdock.workers.replica.text_settings import check_text_settings
 
 
@@ -40,7 +44,7 @@ def load_engine(
     kv_bytes = spec.engine.budget.known(device) or 0
     model = load_model(spec.model, device, kv_bytes=kv_bytes, loaded=loaded)
     tokenizer = resolve_tokenizer(spec.tokenizer, spec.model.path)
-    weights = spec.name_of_kept_pages(model.checkpoint) if spec.engine.kv_cache_files else ""
+    weights = _kept_name(spec, model)
     return new_engine(model, spec.engine, tokenizer, weights=weights, step_deadline=step_deadline)
 
 
@@ -54,3 +58,21 @@ def load_text_engine(spec: ReplicaSpec) -> tuple[Engine, TextEncoder]:
     torch.set_num_threads(spec.num_threads)
     encoder = load_text_encoder(spec.model, device_of(spec))
     return text_engine(encoder, spec.engine), encoder
+
+
+def engine_of_ranks(model: LoadedModel, worker_group: WorkerGroup, tokenizer: Path | None) -> Engine:
+    """Return the engine of a replica of several ranks, not calibrated yet. `model`: the part of the driver.
+
+    Raises:
+        ValueError, RankFailed: as `load_engine`, of any rank.
+    """
+    spec = worker_group.spec
+    weights = _kept_name(spec, model)
+    return new_engine(model, spec.engine, tokenizer, worker_group=worker_group, weights=weights)
+
+
+def _kept_name(spec: ReplicaSpec, model: LoadedModel) -> str:
+    """Return the name of the weights for pages in files; empty: there are no files."""
+    if not spec.engine.kv_cache_files:
+        return ""
+    return spec.name_of_kept_pages(model.checkpoint or fingerprint(resolve_model(spec.model.path)))

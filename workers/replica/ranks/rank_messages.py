@@ -3,10 +3,10 @@
 The driver sends steps and the calls of its dock to every follower. A follower reports its start and its dock's events.
 """
 
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Annotated, Any, Literal, TypeAlias, get_args
 
 import msgspec
-from msgspec import Raw
+from msgspec import Meta, Raw
 from pydantic import BaseModel
 
 from crossdock.kvtransfer.calls import DockCall
@@ -44,6 +44,47 @@ class CopyPages(Record, frozen=True):
     pages: tuple[Count, ...]
     slots: tuple[Count, ...]
     is_out: bool  # from the pool
+
+
+PageName: TypeAlias = Annotated[bytes, Meta(min_length=17, max_length=17)]
+"""The name of a page's files; see `file_tier.name_of`."""
+
+
+class OpenFiles(Record, frozen=True):
+    """Open the folder of this rank's parts of pages, once the pool is allocated.
+
+    `fingerprint`: of what the bytes of all ranks' parts depend on."""
+
+    fingerprint: bytes
+
+
+class WritePart(Record, frozen=True):
+    """Write this rank's part of a page to its file, and report `FilesCalled`.
+
+    `after`: messages that are handled first, all but calls of files: their copies fill the slots."""
+
+    page: PageName
+    slots: tuple[Count, ...]
+    after: Count
+
+
+class LoadPart(Record, frozen=True):
+    """Fill pages with this rank's part of a page from its file, by way of slots, and report `FilesCalled`.
+
+    `after`: messages that are handled first, all but calls of files: they use what the pages held before."""
+
+    page: PageName
+    slots: tuple[Count, ...]
+    pages: tuple[Count, ...]
+    after: Count
+
+
+class LookForParts(Record, frozen=True):
+    """Look which parts have come to this rank's folder and which have gone, and report `FilesCalled`."""
+
+
+FileCall: TypeAlias = WritePart | LoadPart | LookForParts
+"""A call of a rank's files. It is made beside the other messages, not behind them."""
 
 
 class RunStep(Record, frozen=True):
@@ -105,6 +146,8 @@ class EndRank(Record, frozen=True):
 DriverMessage: TypeAlias = (
     AllocatePool
     | CopyPages
+    | OpenFiles
+    | FileCall
     | RecordSteps
     | RunStep
     | LoadAdapter
@@ -160,6 +203,15 @@ class WeightsCalled(Record, frozen=True):
     checksums: dict[str, str]
 
 
+class FilesCalled(Record, frozen=True):
+    """The call of the rank's files has ended, or failed, for the reason `failure`."""
+
+    failure: str
+    is_done: bool  # the part is stored, or its pages are filled
+    came: tuple[PageName, ...]
+    gone: tuple[PageName, ...]
+
+
 class RankFailure(Record, frozen=True):
     """The rank ends because of an error."""
 
@@ -175,7 +227,15 @@ class _DockEvent(Record, frozen=True):
 
 
 FollowerMessage: TypeAlias = (
-    JoinWorkerGroup | PhaseEnded | RankReady | DockOpened | AdapterLoaded | WeightsCalled | RankFailure | Event
+    JoinWorkerGroup
+    | PhaseEnded
+    | RankReady
+    | DockOpened
+    | AdapterLoaded
+    | WeightsCalled
+    | FilesCalled
+    | RankFailure
+    | Event
 )
 
 # -- bytes -----------------------------------------------------------------------------------------------------------
@@ -190,7 +250,15 @@ def _built(kind: type[Any], value: Any) -> Any:
 _encoder = msgspec.msgpack.Encoder(enc_hook=BaseModel.model_dump)
 _driver_decoder = msgspec.msgpack.Decoder(DriverMessage, dec_hook=_built)
 _follower_decoder = msgspec.msgpack.Decoder(
-    JoinWorkerGroup | PhaseEnded | RankReady | DockOpened | AdapterLoaded | WeightsCalled | RankFailure | _DockEvent
+    JoinWorkerGroup
+    | PhaseEnded
+    | RankReady
+    | DockOpened
+    | AdapterLoaded
+    | WeightsCalled
+    | FilesCalled
+    | RankFailure
+    | _DockEvent
 )
 _event_decoders = {kind.__name__: msgspec.msgpack.Decoder(kind) for kind in get_args(Event)}
 

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -29,6 +30,8 @@ from crossdock.workers.replica.ranks.rank_messages import (
     DockOpened,
     DriverMessage,
     EndRank,
+    FileCall,
+    FilesCalled,
     FollowerMessage,
     JoinWorkerGroup,
     MalformedRankMessage,
@@ -53,13 +56,15 @@ _RETRY_S = 0.1  # until a connection is accepted again after a failure
 _LAST_WORDS_S = 1.0  # for a rank that ends to report why
 _MAX_STRANGERS = 16  # connections that have not proved the cookie yet
 
+_Answer = TypeVar("_Answer", WeightsCalled, FilesCalled)
+
 
 @dataclass(slots=True, eq=False)
 class _Follower:
     socket: RankSocket
     ready: RankReady | None = None  # once it has loaded its part
     blob: bytes | None = None  # of its dock, once that is open
-    weights: WeightsCalled | None = None  # how the last call to its new weights ended; None: it goes on
+    answers: dict[type, Any] = field(default_factory=dict)  # how the last call of each kind ended; none: it goes on
     adapters: dict[str, str] = field(default_factory=dict)  # loads that have ended: why each failed, by fingerprint
 
 
@@ -84,6 +89,7 @@ class WorkerGroup:
         self._changed = threading.Condition()  # a follower has reported something, or the worker group is lost
         self._why: str | None = None  # the worker group is lost
         self._is_closing = False
+        self.num_sent = 0  # messages to all followers, but for calls of files; raised before a message is sent
         self._is_deaf = False  # it accepts no further connection
         self._held: HeldLayers = ()
         self._own_budget = PageBudget(0, 0)
@@ -167,22 +173,51 @@ class WorkerGroup:
     def call_weights(self, method: WeightMethod, argument: str) -> Callable[[], list[WeightsCalled]]:
         """Have every follower call its new weights. Returns a function that waits for all of them, and returns how
         each ended. One call goes on at a time."""
-        for follower in self._followers.values():
-            follower.weights = None
-        self.broadcast(CallWeights(method, argument))
+        wait = self._call(CallWeights(method, argument), WeightsCalled)
+        return lambda: wait() or [WeightsCalled(self._reason, {})]
 
-        def wait() -> list[WeightsCalled]:
-            followers = self._followers.values()
+    def call_files(self, call: FileCall) -> Callable[[], list[FilesCalled]]:
+        """Have every follower do the same with its files. Returns a function that waits for all of them, and returns
+        how each ended, by rank. One call goes on at a time.
+
+        The function raises `failure_of` where the worker group is lost.
+        """
+        wait = self._call(call, FilesCalled)
+
+        def answers() -> list[FilesCalled]:
+            if found := wait():
+                return found
+            raise failure_of(self._reason)
+
+        return answers
+
+    def _call(self, message: DriverMessage, kind: type[_Answer]) -> Callable[[], list[_Answer]]:
+        """Call every follower. Returns a function that waits for their answers, and returns them by rank; none: the
+        worker group is lost."""
+        followers = [self._followers[rank] for rank in sorted(self._followers)]
+        for follower in followers:
+            follower.answers.pop(kind, None)
+        self.broadcast(message)
+
+        def wait() -> list[_Answer]:
             with self._changed:
-                self._changed.wait_for(lambda: self._why is not None or all(f.weights is not None for f in followers))
-            if self._why is not None:
-                return [WeightsCalled(self._why, {})]
-            return [each.weights for each in followers if each.weights is not None]
+                self._changed.wait_for(
+                    lambda: self._reason != "" or all(kind in follower.answers for follower in followers)
+                )
+            return [] if self._reason else [follower.answers[kind] for follower in followers]
 
         return wait
 
+    @property
+    def _reason(self) -> str:
+        """Say why no follower answers any more; empty: they do."""
+        return self._why or ("the replica ends" if self._is_closing else "")
+
     def broadcast(self, message: DriverMessage) -> None:
         """Send one message to every follower. A follower that is gone is noticed by the thread that reads from it."""
+        if not isinstance(message, FileCall):
+            with self._changed:
+                self.num_sent += 1
         data = encode(message)
         for follower in self._followers.values():
             with contextlib.suppress(OSError):
@@ -206,7 +241,9 @@ class WorkerGroup:
 
     def close(self) -> None:
         """End the followers, after all messages to them have been sent."""
-        self._is_closing = True
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify_all()
         self.broadcast(EndRank())
         self._stop_listening()
         for follower in self._followers.values():
@@ -310,8 +347,8 @@ class WorkerGroup:
                 follower.blob = blob
             case AdapterLoaded(fingerprint, failure):
                 follower.adapters[fingerprint] = failure
-            case WeightsCalled():
-                follower.weights = message
+            case WeightsCalled() | FilesCalled():
+                follower.answers[type(message)] = message
             case RankFailure(reason, traceback):
                 logger.error("%s failed:\n%s", position, traceback)
                 self._lost(f"{position}: {reason}")

@@ -27,11 +27,15 @@ from crossdock.workers.replica.ranks.rank_messages import (
     DriverMessage,
     DropAdapter,
     EndRank,
+    FilesCalled,
     FollowerMessage,
     JoinWorkerGroup,
     LoadAdapter,
+    LoadPart,
+    LookForParts,
     MalformedRankMessage,
     OpenDock,
+    OpenFiles,
     PhaseEnded,
     PutWeights,
     RankFailure,
@@ -40,11 +44,14 @@ from crossdock.workers.replica.ranks.rank_messages import (
     RunStep,
     WeightMethod,
     WeightsCalled,
+    WritePart,
     decode_driver_message,
     encode,
 )
 from crossdock.workers.replica.ranks.rank_socket import RankSocket, WorkerGroupAddress
 from crossdock.workers.replica.tiers.page_copies import PoolCopies
+from crossdock.workers.replica.tiers.page_files import PageFiles, open_folder
+from crossdock.workers.replica.tiers.part_keeper import PartKeeper
 from crossdock.workers.replica.transfer.replica_dock import open_dock
 from crossdock.workers.schedule.request.submission import Adapter
 
@@ -75,14 +82,20 @@ def follow(
         link.send(encode(message))
 
     send(JoinWorkerGroup(rank))
-    inbox = _listen(link)
+
+    def answer(called: FilesCalled) -> None:
+        with contextlib.suppress(OSError):
+            send(called)
+
+    parts = PartKeeper(f"rank {rank}", answer)
+    inbox = _listen(link, parts)
     try:
         store = dist.TCPStore(address.host, address.store_port, is_master=False)  # type: ignore[attr-defined]
         position = position_of(spec, rank)
         own = link.own_address
         model, budget = load_rank(spec, position, store, own, lambda phase: send(PhaseEnded(phase)))
         send(RankReady(held_layers(model), *budget))
-        _work(spec, rank, model, inbox, link, transfer_host or own)
+        _work(spec, rank, model, inbox, parts, link, transfer_host or own)
     except Exception as error:
         with contextlib.suppress(OSError):
             send(RankFailure(why_failed(error), traceback.format_exc()))
@@ -94,6 +107,7 @@ def _work(
     rank: int,
     model: LoadedModel,
     inbox: queue.SimpleQueue[DriverMessage],
+    parts: PartKeeper,
     link: RankSocket,
     transfer_host: str,
 ) -> None:
@@ -125,6 +139,12 @@ def _work(
             case CopyPages() as copy:
                 assert copies is not None, "pages are copied before the pool is allocated"
                 copies.apply(copy)
+            case OpenFiles(fingerprint):
+                assert copies is not None, "files are opened before the pool is allocated"
+                folder, most_bytes = spec.engine.kv_files
+                assert folder is not None, "the driver has no files either"
+                own = open_folder(folder, most_bytes, fingerprint, rank, spec.num_ranks)
+                parts.open(PageFiles(own, copies), model.wait)
             case RecordSteps(max_num_seqs, max_num_batched_tokens, most_drafts):
                 runner = Runner.recorded(
                     model, page_size, max_num_seqs, max_num_batched_tokens, most_drafts=most_drafts
@@ -139,12 +159,14 @@ def _work(
             case ChangeMemory(what):
                 {"give pages": model.pool.sleep, "take pages": model.pool.wake, "give weights": weights.give_up}[what]()
             case EndRank():
+                parts.close()
                 dist.destroy_process_group()
                 return
             case call:
                 assert dock is not None, f"{call} before the dock is open"
                 model.wait()  # pages that are shipped must have been written
                 dock.call(call)
+        parts.handled()
 
 
 def _load_adapter(model: LoadedModel, adapter: Adapter, link: RankSocket) -> None:
@@ -171,14 +193,18 @@ def _call_weights(weights: NewWeights, method: WeightMethod, argument: str, link
         link.send(encode(WeightsCalled(failure, found)))
 
 
-def _listen(link: RankSocket) -> queue.SimpleQueue[DriverMessage]:
-    """Return a queue of the driver's messages, in order. The thread that reads them sees the driver's end at once."""
+def _listen(link: RankSocket, parts: PartKeeper) -> queue.SimpleQueue[DriverMessage]:
+    """Return a queue of the driver's messages, in order; `parts` gets calls of files. The thread that reads them sees
+    the driver's end at once."""
     inbox: queue.SimpleQueue[DriverMessage] = queue.SimpleQueue()
 
     def read() -> None:
         try:
             while True:
                 message = decode_driver_message(link.receive())
+                if isinstance(message, WritePart | LoadPart | LookForParts):
+                    parts.call(message)
+                    continue
                 inbox.put(message)
                 if isinstance(message, EndRank):
                     return

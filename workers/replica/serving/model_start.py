@@ -17,9 +17,8 @@ from crossdock.workers.model.weights.checkpoint import resolve_model, resolve_to
 from crossdock.workers.model.weights.fingerprint import fingerprint
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.engine.calibrate import warm_up
-from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.replica.engine.engine_loader import load_engine
+from crossdock.workers.replica.engine.engine_loader import engine_of_ranks, load_engine
 from crossdock.workers.replica.ranks.rank_loader import driver_of, failure_of, position_of, why_failed
 from crossdock.workers.replica.ranks.rank_network import LOOPBACK
 from crossdock.workers.replica.ranks.rank_socket import WorkerGroupAddress
@@ -87,7 +86,7 @@ class ModelStart:
 
         def load() -> None:
             try:
-                engine = new_engine(worker_group.load(), spec.engine, path, worker_group=worker_group)
+                engine = engine_of_ranks(worker_group.load(), worker_group, path)
                 reached("kernels")
                 ready = engine, warm_up(engine)
             except Exception as error:  # mostly because another rank failed, which reports why

@@ -40,9 +40,10 @@ class _File(NamedTuple):
 class FileTier:
     """The pages of one model and layout in a folder. All calls belong to one thread."""
 
-    def __init__(self, folder: Path, most_bytes: int, fingerprint: bytes) -> None:
+    def __init__(self, folder: Path, most_bytes: int, fingerprint: bytes, num_parts: int = 1) -> None:
         """`most_bytes`: of all files in the folder, also those of other models. `fingerprint`: 16 bytes, of everything
-        that the meaning of a page's bytes depends on.
+        that the meaning of a page's bytes depends on. `num_parts`: ranks that write their parts of each page together,
+        perhaps to the same folder: the bytes of all parts count until the next scan.
 
         Raises:
             ValueError: the folder cannot be written to, or another user may have.
@@ -50,6 +51,7 @@ class FileTier:
         self._root = folder
         self._most_bytes = most_bytes
         self._fingerprint = fingerprint
+        self._num_parts = num_parts
         self._own = folder / fingerprint.hex()
         self._count = 0  # temporary files so far
         self._seen: dict[str, tuple[int, set[PageKey]]] = {}  # by folder: when it last changed, and its pages then
@@ -118,12 +120,12 @@ class FileTier:
     def write(self, key: PageKey, parts: Sequence[memoryview]) -> set[PageKey]:
         """Store a page, and return the pages that were deleted to make room. OSError: the page is not stored."""
         num_bytes = sum(part.nbytes for part in parts)
-        size = _HEADER.size + num_bytes
+        size = (_HEADER.size + num_bytes) * self._num_parts
         deleted = self._make_room(size) if self.num_bytes + size > self._most_bytes else set[PageKey]()
         digest = hashlib.blake2b(digest_size=16)
         for part in parts:
             digest.update(part)
-        header = _HEADER.pack(_MAGIC, self._fingerprint, _name_of(key), digest.digest(), num_bytes)
+        header = _HEADER.pack(_MAGIC, self._fingerprint, name_of(key), digest.digest(), num_bytes)
         path = self._path(key)
         self._count += 1
         temporary = path.with_name(f".{os.getpid()}.{self._count}")
@@ -164,7 +166,7 @@ class FileTier:
             with suppress(OSError):  # nothing was written
                 os.close(descriptor)
         checksum = hashlib.blake2b(into, digest_size=16).digest()
-        wanted = (_MAGIC, self._fingerprint, _name_of(key), checksum, into.nbytes)
+        wanted = (_MAGIC, self._fingerprint, name_of(key), checksum, into.nbytes)
         with suppress(OSError):
             if not is_whole or _HEADER.unpack(header) != wanted:
                 logger.warning("kv_cache_files: %s is not the page that its name says, and is deleted", path)
@@ -236,12 +238,18 @@ class FileTier:
         return path is not None and self._root in Path(path).parents and not Path(path).is_relative_to(self._own)
 
     def _path(self, key: PageKey) -> Path:
-        name = _name_of(key).hex()
+        name = name_of(key).hex()
         return self._own / name[-2:] / name
 
 
-def _name_of(key: PageKey) -> bytes:
+def name_of(key: PageKey) -> bytes:
+    """Return the name of a page, 17 bytes: its group and its hash."""
     return bytes([_STATES_BYTE if key.group == STATES else key.group]) + key.page_hash
+
+
+def page_of(name: bytes) -> PageKey:
+    """Return the page of a name."""
+    return PageKey(STATES if name[0] == _STATES_BYTE else name[0], name[1:])
 
 
 def _key_of(name: str) -> PageKey | None:
@@ -250,9 +258,7 @@ def _key_of(name: str) -> PageKey | None:
         content = bytes.fromhex(name)
     except ValueError:
         return None
-    if len(content) != 17:
-        return None
-    return PageKey(STATES if content[0] == _STATES_BYTE else content[0], content[1:])
+    return page_of(content) if len(content) == 17 else None
 
 
 def _listed(path: str | Path, failures: list[OSError]) -> list["os.DirEntry[str]"]:

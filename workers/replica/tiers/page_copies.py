@@ -64,6 +64,10 @@ class PoolCopies:
         ranks they do before the next step begins."""
         if self._tell is not None:
             self._tell(CopyPages(tuple(pages), tuple(slots), is_out=False))
+        self.fill(slots, pages)
+
+    def fill(self, slots: Sequence[int], pages: Sequence[int]) -> None:
+        """Do as `copy_in`, on this rank alone."""
         if self._stream is None:
             for slot, page in zip(slots, pages, strict=True):
                 self._pages[page].copy_(self.slots[slot])

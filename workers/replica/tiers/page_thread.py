@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from crossdock.workers.replica.tiers.file_tier import FileTier
 from crossdock.workers.replica.tiers.page_copies import PoolCopies
+from crossdock.workers.replica.tiers.page_files import PageFiles
 from crossdock.workers.replica.tiers.page_mover import Loaded, Moved, Seen, Slots, Written
 from crossdock.workers.schedule.prefixes.loading import PageLoad, PrefixLoad
 from crossdock.workers.schedule.prefixes.tier_pages import PageKey
@@ -32,7 +32,7 @@ _Job: TypeAlias = Callable[[], Moved]
 class PageThread:
     """Moves the pages of one engine. Its methods belong to the engine's thread; `on_done` is called in its own."""
 
-    def __init__(self, copies: PoolCopies, files: FileTier | None, most_pages: int = 1) -> None:
+    def __init__(self, copies: PoolCopies, files: PageFiles | None, most_pages: int = 1) -> None:
         """`most_pages`: of the largest entry, a state: the last slots are for one that is read from files."""
         self._files = files
         self._copies = copies
@@ -71,11 +71,13 @@ class PageThread:
 
     def write(self, key: PageKey, slots: Sequence[int]) -> None:
         """Write the content of slots to the file of a page."""
-        self._jobs.put(partial(self._write, key, slots))
+        assert self._files is not None
+        self._jobs.put(partial(self._write, key, slots, self._files.mark()))
 
     def load(self, load: PrefixLoad, slots: Sequence[Slots]) -> None:
         """Fill the pages of a load."""
-        self._jobs.put(partial(self._load, load, slots))
+        mark = 0 if self._files is None else self._files.mark()
+        self._jobs.put(partial(self._load, load, slots, mark))
 
     def take_done(self) -> Iterator[Moved]:
         """Return the results of jobs since the last call, in order."""
@@ -125,20 +127,19 @@ class PageThread:
         self._log_once("a look for other replicas' pages has failed", error)
         return Seen(came, gone)
 
-    def _write(self, key: PageKey, slots: Sequence[int]) -> Written:
+    def _write(self, key: PageKey, slots: Sequence[int], mark: int) -> Written:
         assert self._files is not None
         started = time.perf_counter()
         deleted = set[PageKey]()
         error = ""
         try:
-            self._copies.wait()
-            deleted = self._files.write(key, [self._copies.slots[slot].numpy().data for slot in slots])
+            deleted = self._files.write(key, slots, mark)
         except Exception as reason:
             error = _text(reason)
         self._log_once("a page is not stored", error)
         return Written(key, not error, time.perf_counter() - started, deleted)
 
-    def _load(self, load: PrefixLoad, slots: Sequence[Slots]) -> Loaded:
+    def _load(self, load: PrefixLoad, slots: Sequence[Slots], mark: int) -> Loaded:
         counts = [0, 0]
         seconds = [0.0, 0.0]
         lost = None
@@ -148,16 +149,18 @@ class PageThread:
             held = slots[number]
             started = time.perf_counter()
             is_in_file = int(held is None)
+            is_there = True
             try:
-                self._copies.wait()
-                held = self._read(each) if held is None else held
-                if held is not None:
+                if held is None:
+                    is_there = self._load_file(each, mark)
+                else:
+                    self._copies.wait()
                     self._copies.copy_in(held, each.pages)
             except Exception as reason:
-                held = None
+                is_there = False
                 error = _text(reason)
             self._since = time.monotonic()  # it answers
-            if held is None:
+            if not is_there:
                 lost = each
                 continue
             load.land()
@@ -172,12 +175,10 @@ class PageThread:
             logger.error("kv_cache_files: %s: %s", what, error)
         self._reasons[what] = error
 
-    def _read(self, wanted: PageLoad) -> Slots:
-        """Return the bytes of a page from its file; None: the page is lost."""
+    def _load_file(self, wanted: PageLoad, mark: int) -> bool:
+        """Fill a page from its file; False: it is lost."""
         slots = self._from_files[: len(wanted.pages)]
-        into = self._copies.slots[slots.start : slots.stop].view(-1)
-        is_found = self._files is not None and self._files.read(wanted.key, into.numpy().data)
-        return slots if is_found else None
+        return self._files is not None and self._files.load(wanted.key, slots, wanted.pages, mark)
 
 
 def _text(error: Exception) -> str:

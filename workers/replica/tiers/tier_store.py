@@ -64,11 +64,6 @@ class TierStore:
             self._see(moved)
 
     @property
-    def num_slots(self) -> int:
-        """Return how many pages' bytes each rank has beside its pool."""
-        return self._mover.num_slots
-
-    @property
     def is_idle(self) -> bool:
         """Return whether every write and every load has ended, and its result was taken in."""
         return not self._num_pending

@@ -14,8 +14,7 @@ from pydantic import ByteSize
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.model import LoadedModel
-from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
+from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.serving.metrics import EngineMetrics
@@ -261,10 +260,3 @@ def offer_all(engine: Engine) -> None:
 def test_settings_that_make_no_tier_are_refused(settings: dict[str, Any], reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         EngineConfig.model_validate(settings)
-
-
-@pytest.mark.parametrize("fields", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
-def test_replicas_that_cannot_have_files_are_refused(fields: dict[str, Any]) -> None:
-    engine = EngineConfig(kv_cache_files="/tmp,1GiB")
-    with pytest.raises(ValueError, match="kv_cache_files must be null for a replica of several ranks"):
-        ReplicaSpec(ModelSpec(None), engine, num_threads=1, **fields)

@@ -13,6 +13,7 @@ from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.virtual_mover import VirtualMover
 from crossdock.workers.replica.tiers.file_tier import FileTier
 from crossdock.workers.replica.tiers.page_copies import PoolCopies
+from crossdock.workers.replica.tiers.page_files import PageFiles
 from crossdock.workers.replica.tiers.page_mover import Loaded, PageMover, Written
 from crossdock.workers.replica.tiers.page_thread import PageThread
 from crossdock.workers.replica.tiers.tier_store import TierStore, slots_for
@@ -68,7 +69,7 @@ def test_thread_and_simulation_hold_the_same_pages_after_the_same_history(tmp_pa
     clock, rng = Clock(), random.Random(5)
     pool = torch.zeros((8, PAGE_BYTES), dtype=torch.uint8)
     copies = PoolCopies(pool, slots_for(HOST_PAGES * PAGE_BYTES, PAGE_BYTES, 1))
-    thread = PageThread(copies, FileTier(tmp_path, 1 << 20, bytes(16)))
+    thread = PageThread(copies, PageFiles(FileTier(tmp_path, 1 << 20, bytes(16)), copies))
     with store_on(thread) as real, store_on(virtual(clock)) as simulated:
         stores = (real, simulated)
         ended = (Ended(), Ended())
