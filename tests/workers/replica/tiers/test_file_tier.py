@@ -44,6 +44,23 @@ def test_page_comes_back_to_another_process(tmp_path: Path, group: int) -> None:
     assert read(other, key_of(1, group)) == CONTENT
 
 
+@pytest.mark.parametrize("num_ranks", [2, 5])
+def test_ranks_that_write_to_one_folder_keep_its_bound_together(tmp_path: Path, num_ranks: int) -> None:
+    """Each counts the bytes of all parts, so that it looks in time."""
+    most_bytes = 20 * num_ranks * len(CONTENT)
+    parts = [FileTier(tmp_path, most_bytes, bytes([rank] * 16), num_ranks) for rank in range(num_ranks)]
+    for number in range(100):
+        for part in parts:
+            stored(part, key_of(number))
+        num_bytes = sum(path.stat().st_size for path in tmp_path.rglob("*") if path.is_file())
+        assert num_bytes <= most_bytes
+        assert all(part.num_bytes >= num_bytes for part in parts)
+    assert all(read(part, key_of(99)) == CONTENT for part in parts)
+    assert num_bytes > most_bytes // 2
+    with pytest.raises(OSError, match="is larger than all files may be"):
+        stored(FileTier(tmp_path, num_ranks * len(CONTENT), bytes(16), num_ranks), key_of(0))
+
+
 def test_page_of_another_model_is_a_miss(tmp_path: Path) -> None:
     stored(opened(tmp_path), key_of(1))
     other = opened(tmp_path, fingerprint=bytes(16))
