@@ -36,7 +36,8 @@ class PageFiles:
         self._own = own
         self._copies = copies
         self._others = others
-        self._held = [set[PageKey]() for _ in range(1 if others is None else others.spec.num_ranks)]  # own parts, and others'
+        num_ranks = 1 if others is None else others.spec.num_ranks
+        self._held = [set[PageKey]() for _ in range(num_ranks)]  # pages of which each rank has its part; this one first
         self._changed = set[PageKey]()  # pages of which a part came or went, until `changes` tells
 
     @property

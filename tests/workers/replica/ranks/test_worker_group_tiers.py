@@ -103,7 +103,8 @@ def engine_with_files(
 
 def parts_in(folder: Path) -> list[list[Path]]:
     """Return the files of each rank's folder, those of one page at the same place."""
-    return [sorted(file for file in own.glob("*/*") if not file.name.startswith(".")) for own in sorted(folder.iterdir())]
+    own_folders = sorted(folder.iterdir())
+    return [sorted(file for file in own.glob("*/*") if not file.name.startswith(".")) for own in own_folders]
 
 
 @pytest.mark.parametrize(("name", "division"), shared_out(len(DIVISIONS), NAMES, DIVISIONS))
