@@ -186,7 +186,8 @@ def test_packed_experts_that_slices_cannot_divide_equal_one_rank(
 def test_packed_experts_of_a_rank_are_those_of_the_file_and_counted(name: str, tmp_path: Path) -> None:
     path, module = packed(name, tmp_path)
     config = AutoConfig.from_pretrained(path)
-    for position in (RankPosition(1, 2, 1, True), RankPosition(3, 4, 1, True)):
+    sizes = (2, 4) if name == "mxfp4 of gpt-oss" else (2,)  # the others have 2 heads
+    for position in (RankPosition(size - 1, size, 1, True) for size in sizes):
         found, part = read(path, position)
         held = {each: experts for each, experts in found.named_modules() if isinstance(experts, PackedExperts)}
         assert held
