@@ -143,11 +143,10 @@ class EndRank(Record, frozen=True):
     """End, after everything before this message is done."""
 
 
-DriverMessage: TypeAlias = (
+OrderedMessage: TypeAlias = (
     AllocatePool
     | CopyPages
     | OpenFiles
-    | FileCall
     | RecordSteps
     | RunStep
     | LoadAdapter
@@ -159,6 +158,9 @@ DriverMessage: TypeAlias = (
     | EndRank
     | DockCall
 )
+"""A message that is handled in order with the steps."""
+
+DriverMessage: TypeAlias = OrderedMessage | FileCall
 
 # -- follower to driver ----------------------------------------------------------------------------------------------
 

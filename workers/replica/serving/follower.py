@@ -24,7 +24,6 @@ from crossdock.workers.replica.ranks.rank_messages import (
     ChangeMemory,
     CopyPages,
     DockOpened,
-    DriverMessage,
     DropAdapter,
     EndRank,
     FilesCalled,
@@ -36,6 +35,7 @@ from crossdock.workers.replica.ranks.rank_messages import (
     MalformedRankMessage,
     OpenDock,
     OpenFiles,
+    OrderedMessage,
     PhaseEnded,
     PutWeights,
     RankFailure,
@@ -106,7 +106,7 @@ def _work(
     spec: ReplicaSpec,
     rank: int,
     model: LoadedModel,
-    inbox: queue.SimpleQueue[DriverMessage],
+    inbox: queue.SimpleQueue[OrderedMessage],
     parts: PartKeeper,
     link: RankSocket,
     transfer_host: str,
@@ -193,10 +193,10 @@ def _call_weights(weights: NewWeights, method: WeightMethod, argument: str, link
         link.send(encode(WeightsCalled(failure, found)))
 
 
-def _listen(link: RankSocket, parts: PartKeeper) -> queue.SimpleQueue[DriverMessage]:
-    """Return a queue of the driver's messages, in order; `parts` gets calls of files. The thread that reads them sees
+def _listen(link: RankSocket, parts: PartKeeper) -> queue.SimpleQueue[OrderedMessage]:
+    """Return a queue of the driver's messages, in order; calls of files go to `parts`. The thread that reads them sees
     the driver's end at once."""
-    inbox: queue.SimpleQueue[DriverMessage] = queue.SimpleQueue()
+    inbox: queue.SimpleQueue[OrderedMessage] = queue.SimpleQueue()
 
     def read() -> None:
         try:
