@@ -46,7 +46,7 @@ class PageFiles:
         return self._own.num_bytes
 
     def mark(self) -> int:
-        """Return what `write` and `load` need to know of this moment: by it, other ranks keep the order of copies."""
+        """Return a mark of this moment for `write` and `load`: by it, other ranks keep the order of copies and steps."""
         return 0 if self._others is None else self._others.num_sent
 
     def changes(self) -> tuple[set[PageKey], set[PageKey]]:
