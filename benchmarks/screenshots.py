@@ -12,6 +12,7 @@ import asyncio
 import sys
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests
@@ -19,6 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tests
 from PIL import Image
 from servers import ROOT, add_server_options, crossdock_server
 
+from crossdock.cluster.bench.mix import MIXES
 from crossdock.cluster.bench.run import BenchOptions, run_bench
 from crossdock.cluster.bench.workloads import Interference
 from tests.cluster.api.routes.browser import Browser
@@ -38,7 +40,8 @@ def load(address: str) -> None:
 
 def load_of_fleet(address: str) -> None:
     """Send the usual mix to a fleet until the picture has been taken."""
-    asyncio.run(run_bench(BenchOptions(url=address, workload="mix", request_rate=4.0, duration=3 * LOAD_S)))
+    mix = replace(MIXES["chat-heavy"], rate=4.0)
+    asyncio.run(run_bench(BenchOptions(url=address, workload="mix", mix=mix, duration=3 * LOAD_S)))
 
 
 def take(browser: Browser, url: str, path: Path, size: tuple[int, int]) -> None:

@@ -189,7 +189,7 @@ def _has_started(head: subprocess.Popen[bytes], log: Path) -> bool:
 
 
 def _said(log: Path) -> str:
-    """Return what a head has said, and the newest lines of its processes' logs."""
+    """Return the words of a head, and the newest lines of its processes' logs."""
     files = {log, *log.parent.glob("ray/session_latest/logs/*.*")}
     return "\n".join(
         f"{file.name}: {file.read_text(errors='replace')[-500:]}" for file in sorted(files) if file.is_file()
