@@ -46,7 +46,7 @@ class PageFiles:
         return self._own.num_bytes
 
     def mark(self) -> int:
-        """Return a mark of this moment for `write` and `load`: other ranks keep the order of copies and steps by it."""
+        """Return a mark of this moment for `write` and `load`: by it, other ranks keep the order of steps."""
         return 0 if self._others is None else self._others.num_sent
 
     def changes(self) -> tuple[set[PageKey], set[PageKey]]:
