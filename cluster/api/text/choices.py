@@ -115,6 +115,7 @@ class Choice:
             self._begin(delta, output)
         if self.is_prompt_only:
             output.finish_reason = FinishReason.LENGTH.value
+            self._pay(delta)
             return output
         stream = self.stream
         token_ids = delta.token_ids
@@ -139,9 +140,14 @@ class Choice:
             output.versions = self.versions
         if self.account is not None:
             self.account.output(len(output.token_ids))
-            if output.finish_reason is not None and delta.charged_s:
-                self.account.spent(delta.charged_s, len(self.prompt.token_ids) + self.num_tokens)
+            if output.finish_reason is not None:
+                self._pay(delta)
         return output
+
+    def _pay(self, delta: TokenDelta) -> None:
+        """Pay the seconds that a replica charged, which it says in its last delta of a request."""
+        if self.account is not None and delta.charged_s:
+            self.account.spent(delta.charged_s, len(self.prompt.token_ids) + self.num_tokens)
 
     @property
     def _needs_first(self) -> bool:

@@ -35,8 +35,8 @@ fit_of_sweep = cost_fit._of_sweep
 
 
 @cache
-def fitted_once(sweep: tuple[tuple[StepWork, float], ...]) -> Any:
-    return fit_of_sweep(sweep)
+def fitted_once(sweep: tuple[tuple[StepWork, float], ...], most_context: float) -> Any:
+    return fit_of_sweep(sweep, most_context)
 
 
 class InProcess:
@@ -56,7 +56,7 @@ class InProcess:
             engine = new_engine(wrap_module(build("llama", {}), LoadOptions(max_lora_rank=rank)), config)
             with (
                 patch.object(calibrate, "remembered_sweep", known_sweep),
-                patch.object(cost_fit, "_of_sweep", lambda sweep: fitted_once(tuple(sweep))),
+                patch.object(cost_fit, "_of_sweep", lambda sweep, most: fitted_once(tuple(sweep), most)),
             ):
                 self.profile = calibrate.warm_up(engine)
         else:

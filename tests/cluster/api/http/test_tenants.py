@@ -200,6 +200,25 @@ async def test_cached_prefix_without_keys_is_found_with_the_same_salt_alone(toke
         assert found == [False, True, False, True, True]
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("embeddings", {"input": [[5] * 200]}),
+        ("completions", {"prompt": [5] * 200, "max_tokens": 0, "echo": True}),
+    ],
+)
+async def test_prompts_without_an_output_take_of_a_keys_seconds(
+    tokenizer: ModelTokenizer, path: str, body: dict[str, Any]
+) -> None:
+    async with EngineApi(tokenizer, keys=[{"key": "mine", "seconds_per_minute": 1e-3}]) as api:
+
+        async def ask() -> httpx.Response:
+            return await api.http.post(f"/v1/{path}", json=body, headers={"authorization": "Bearer mine"})
+
+        assert (await ask()).status_code == 200
+        assert "0.001 seconds per minute" in refused(await ask(), 429)["message"]
+
+
 async def test_seconds_of_tenants_are_shown_to_operators_and_limit_a_key(tokenizer: ModelTokenizer) -> None:
     limited = {"key": "mine", "name": "searching", "seconds_per_minute": 1e-3}
     gateway = {"key": "gate", "names_tenants": True, "sees_all_requests": True}
