@@ -17,7 +17,7 @@ REQUEST = "a request of the small model changes while it is computed"
 LEARNT = "what steps cost is measured with the engine, and learnt as it runs"
 RECORDS = {  # an object, or one field of it: why it may change
     **dict.fromkeys(
-        ("module", "mixer", "attention", "norm", "linear", "decoder", "mixture", "mixture.experts"), MODULES
+        ("module", "mixer", "attention", "norm", "linear", "decoder", "experts", "mixture", "mixture.experts"), MODULES
     ),
     **dict.fromkeys(("model.lm_head", "parameter", "replacement.module", "rotary"), MODULES),
     **dict.fromkeys(
