@@ -25,7 +25,7 @@ RECORDS = {  # an object, or one field of it: why it may change
     ),
     **dict.fromkeys(("part.request", "self.seen", "stream.seen", "other"), REQUEST),
     **dict.fromkeys(
-        ("engine.scheduler.forecast.scored_factor", "self.scheduler.encoding.cost", "pipeline.deadline"), LEARNT
+        ("engine.scheduler.forecast.scored_factor", "self.scheduler.encoding.cost", "self.pipeline.deadline"), LEARNT
     ),
     **dict.fromkeys(("shipment.figures", "expected.figures"), "the figures of a transfer are counted while it runs"),
     **dict.fromkeys(("logging", "logging.config", "serve_replica"), "a library, which has no setting for it"),

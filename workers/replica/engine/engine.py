@@ -74,7 +74,7 @@ class Engine:
         self.intervals = IntervalShare(())  # set by `calibrate`
         self.num_not_finite = 0  # requests that ended because the model computed NaN or infinity
         self._sampler = executor.sampler
-        self._head = executor.head
+        self.head = executor.head
         self.scheduler = Scheduler(
             executor.config,
             executor.pages,
@@ -87,7 +87,7 @@ class Engine:
             max_loras=0 if executor.adapters is None else executor.config.max_loras,
             row_tile=executor.row_tile,
         )
-        on_computed = None if executor.head is None else executor.head.observe
+        on_computed = None if self.head is None else self.head.observe
         self.pipeline = Pipeline(executor.runner, executor.sampler, clock, executor.is_ahead, on_computed=on_computed)
 
     @property
@@ -201,19 +201,10 @@ class Engine:
         self._forget(request_id)
         return self.scheduler.abort(request_id)
 
-    def arrive(self, request_id: str, token_id: int, states: bytes = b"") -> None:
-        """Let a held request decode from the next step on: all its pages and its first token have arrived.
-
-        `states`: what `states_for_drafts` returned where the prompt was computed.
-        """
+    def arrive(self, request_id: str, token_id: int) -> None:
+        """Let a held request decode from the next step on: all its pages and its first token have arrived."""
         self._sampler.accept(request_id, token_id)
         self.scheduler.handoff.start_decoding(request_id, token_id, self.clock())
-        if states and self._head is not None:
-            self._head.take_over(request_id, states)
-
-    def states_for_drafts(self, request_id: str) -> bytes:
-        """Return the states before a request's newest token, for the head that drafts where the request will decode."""
-        return b"" if self._head is None else self._head.hand_over(request_id)
 
     def ship(self, request_id: str) -> None:
         """End a held request here: all its pages are at another replica."""
@@ -379,10 +370,9 @@ class Engine:
         """
         self.cost_fit = StepCostFit(sweep, most_context=most_context)
         self.intervals = IntervalShare(intervals)
-        pipeline = self.pipeline
-        if self._step_deadline is not None and self.model.device.type == "cuda" and pipeline.deadline is None:
+        if self._step_deadline is not None and self.model.device.type == "cuda" and self.pipeline.deadline is None:
             # Not before: first steps compile kernels, for minutes.
-            pipeline.deadline = self._step_deadline()
+            self.pipeline.deadline = self._step_deadline()
         self.scheduler.learn(self.cost_fit.cost, self.cost_fit.overrun, self.intervals.share)
         return self.cost_fit
 

@@ -119,7 +119,8 @@ class Handover:
             if request.finish_reason is not None:  # its first token was its last: the pages are not needed
                 self._cancel(request.id, Leg.SEND)
             elif request.num_output_tokens > len(request.submission.output_token_ids):
-                states = self.engine.states_for_drafts(request.id)
+                head = self.engine.head
+                states = b"" if head is None else head.hand_over(request.id)
                 token_id = request.token_ids[-1]
                 result = msgspec.msgpack.encode((token_id, states) if states else token_id)
                 groups = pages_of(self.engine, request.owner)
@@ -220,7 +221,9 @@ class Handover:
             self.engine.pages.end_quarantine(request.owner)
             return ()
         token_id, states = _first_token(event.result, self.engine.executor.vocab_size)
-        self.engine.arrive(request.id, token_id or 0, states)
+        self.engine.arrive(request.id, token_id or 0)
+        if states and self.engine.head is not None:
+            self.engine.head.take_over(request.id, states)
         if token_id is not None:
             return ()
         self.engine.abort(request.id)  # its pages are all here and no process writes to them: it ends as a running one
