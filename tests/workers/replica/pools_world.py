@@ -156,6 +156,7 @@ class PoolReplica:
         self.pages: PagePool = self.scheduler.pages
         self.config, self.executor = SimpleNamespace(page_size=PAGE_SIZE), SimpleNamespace(vocab_size=1000)
         self.dock = WorldDock(self.name, self.world, lambda event: self.inbox.append(lambda: self.handle(event)))
+        self.head = None  # which would draft
         self.handover = Handover(self, self.dock, TRANSFER, self.world.transferred)  # type: ignore[arg-type]
 
     # -- what Handover calls of an Engine ----------------------------------------------------------------------------
