@@ -68,7 +68,7 @@ def test_pages_of_a_delayed_writer_stay_in_quarantine_until_it_has_stopped(start
 
 
 def test_target_killed_during_a_transfer_is_replaced_by_another(start: Start) -> None:
-    transfer, pages = mid_transfer(start)
+    transfer, pages = mid_transfer(start, deadline=60.0)
     (source,) = transfer.sources
     transfer.targets[0].kill()
     assert source.event("Failed", transfer.request)["reason"] == "peer_lost"
@@ -96,7 +96,7 @@ def test_target_killed_while_idle_fails_the_next_transfer(start: Start) -> None:
 
 
 def test_source_killed_during_a_transfer_is_replaced_from_the_frontier(start: Start) -> None:
-    transfer, pages = mid_transfer(start)
+    transfer, pages = mid_transfer(start, deadline=60.0)
     (source,), (target,) = transfer.sources, transfer.targets
     source.kill()
     target.call(PeerDeadCall(source.blob))
@@ -118,7 +118,7 @@ def test_source_killed_during_a_transfer_is_replaced_from_the_frontier(start: St
 
 
 def test_hung_target_fails_at_the_deadline_and_keeps_source_pages_in_use(start: Start) -> None:
-    transfer, _ = mid_transfer(start)
+    transfer, _ = mid_transfer(start, deadline=1.0)
     (source,), (target,) = transfer.sources, transfer.targets
     target.signal(signal.SIGSTOP)
     assert source.event("Failed", transfer.request)["reason"] == "deadline"
@@ -130,7 +130,7 @@ def test_hung_target_fails_at_the_deadline_and_keeps_source_pages_in_use(start: 
 
 
 def test_hung_target_that_dies_releases_source_pages(start: Start) -> None:
-    transfer, _ = mid_transfer(start)
+    transfer, _ = mid_transfer(start, deadline=1.0)
     (source,), (target,) = transfer.sources, transfer.targets
     target.signal(signal.SIGSTOP)
     source.event("Failed", transfer.request)
@@ -140,7 +140,7 @@ def test_hung_target_that_dies_releases_source_pages(start: Start) -> None:
 
 
 def test_hung_source_fails_at_the_deadline_and_keeps_target_pages_in_quarantine(start: Start) -> None:
-    transfer, _ = mid_transfer(start)
+    transfer, _ = mid_transfer(start, deadline=1.0)
     (source,), (target,) = transfer.sources, transfer.targets
     source.signal(signal.SIGSTOP)
     assert target.event("Failed", transfer.request)["reason"] == "deadline"

@@ -82,10 +82,10 @@ def source_and_target(start: Start, **config: Any) -> tuple[Any, Any]:
     return source, target
 
 
-def mid_transfer(start: Start, **config: Any) -> tuple[Transfer, list[int]]:
-    """Begin a transfer of 512 pages in as many writes, and wait until some are committed."""
-    big = {"max_write_bytes": 1, "num_pages": 512, "role": "big", **config}
-    transfer = Transfer(start(**big), start(**big), deadline=1.0).begin()
+def mid_transfer(start: Start, deadline: float) -> tuple[Transfer, list[int]]:
+    """Begin a transfer of 512 pages in as many writes, and wait until some are committed. `deadline`: seconds."""
+    big = {"max_write_bytes": 1, "num_pages": 512, "role": "big"}
+    transfer = Transfer(start(**big), start(**big), deadline=deadline).begin()
     pages = list(range(512))
     transfer.fill(pages)
     transfer.grant(pages[::-1])
