@@ -84,6 +84,8 @@ def _rank(pipe: Connection) -> None:
         except Exception as error:
             error.add_note(traceback.format_exc())
             answer = error
+            if dist.is_initialized():  # a rank's process ends with its error; this one calls further functions
+                dist.destroy_process_group()
         pipe.send_bytes(pickle.dumps(answer))
 
 
