@@ -12,6 +12,8 @@ from crossdock.kvtransfer.calls import CancelExpectCall, CancelShipCall, PeerDea
 from tests.kvtransfer.transfer import PAGE, Start, Transfer, mid_transfer, source_and_target
 from tests.sweeps import shared_out
 
+HUNG_S = 4.0  # a deadline that passes soon; but not before a busy machine has begun the transfer
+
 pytestmark = pytest.mark.timeout(300)
 
 # -- cancelled ---------------------------------------------------------------------------------------------------------
@@ -118,7 +120,7 @@ def test_source_killed_during_a_transfer_is_replaced_from_the_frontier(start: St
 
 
 def test_hung_target_fails_at_the_deadline_and_keeps_source_pages_in_use(start: Start) -> None:
-    transfer, _ = mid_transfer(start, deadline=1.0)
+    transfer, _ = mid_transfer(start, HUNG_S)
     (source,), (target,) = transfer.sources, transfer.targets
     target.signal(signal.SIGSTOP)
     assert source.event("Failed", transfer.request)["reason"] == "deadline"
@@ -130,7 +132,7 @@ def test_hung_target_fails_at_the_deadline_and_keeps_source_pages_in_use(start: 
 
 
 def test_hung_target_that_dies_releases_source_pages(start: Start) -> None:
-    transfer, _ = mid_transfer(start, deadline=1.0)
+    transfer, _ = mid_transfer(start, HUNG_S)
     (source,), (target,) = transfer.sources, transfer.targets
     target.signal(signal.SIGSTOP)
     source.event("Failed", transfer.request)
@@ -140,7 +142,7 @@ def test_hung_target_that_dies_releases_source_pages(start: Start) -> None:
 
 
 def test_hung_source_fails_at_the_deadline_and_keeps_target_pages_in_quarantine(start: Start) -> None:
-    transfer, _ = mid_transfer(start, deadline=1.0)
+    transfer, _ = mid_transfer(start, HUNG_S)
     (source,), (target,) = transfer.sources, transfer.targets
     source.signal(signal.SIGSTOP)
     assert target.event("Failed", transfer.request)["reason"] == "deadline"
