@@ -83,7 +83,7 @@ class TextEncoder:
         given = {"input_ids": batch.token_ids[None], "position_ids": batch.positions[None]}
         if getattr(self.config, "type_vocab_size", 1) > 1:
             given["token_type_ids"] = batch.token_types[None]
-        found: Tensor = _base(self.module)(**given, text_lengths=tuple(batch.lengths)).last_hidden_state[0]
+        found: Tensor = self.module.base_model(**given, text_lengths=tuple(batch.lengths)).last_hidden_state[0]
         return found
 
     @torch.inference_mode()
@@ -131,7 +131,7 @@ def load_text_encoder(spec: ModelSpec, device: str = "cpu") -> TextEncoder:
     longest = longest_text(path, fields, spec.max_model_len)
     module = _load(path, config, answer, dtype_of(spec, config, device)).to(device).eval().requires_grad_(False)
     check_finite(weights_of(module), f"model {path}")
-    checks_pads = hasattr(getattr(_base(module), "embeddings", None), "create_position_ids_from_input_ids")
+    checks_pads = hasattr(getattr(module.base_model, "embeddings", None), "create_position_ids_from_input_ids")
     encoder = TextEncoder(module, module.config, answer, longest, checks_pads)
     _prove(encoder)
     return encoder
@@ -180,11 +180,6 @@ def _quiet() -> Iterator[None]:
         logging.set_verbosity(before)
 
 
-def _base(module: Any) -> Any:
-    """Return the part of a module before its head."""
-    return getattr(module, module.base_model_prefix, module)
-
-
 def _types(num_tokens: int, second: int) -> Tensor:
     types = torch.zeros(num_tokens, dtype=torch.int64)
     if second:
@@ -231,7 +226,9 @@ def _attend(
 
     `sliding_window`: as transformers passes it to such layers, one more than the distance that a token sees.
     """
-    assert attention_mask is None, "our implementation is not in the mask interface: no mask is ever made for it"
+    assert attention_mask is None, (
+        "transformers makes masks for the implementations in its mask interface alone; ours is none of them"
+    )
     parts = []
     for q, k, v in zip(*(torch.split(each, list(text_lengths), 2) for each in (query, key, value)), strict=True):
         if sliding_window is None or q.shape[2] < sliding_window:

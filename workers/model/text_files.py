@@ -10,7 +10,7 @@ from typing import Any, Literal, TypeAlias
 from crossdock.workers.model.weights.untrusted import read_config_file, read_json_if_any
 
 TextAnswer: TypeAlias = Literal["vectors", "labels"]
-"""What a text encoder makes of a text: pooled hidden states, or a number for each label of its head."""
+"""The answer of a text encoder to a text: pooled hidden states, or a number for each label of its head."""
 
 _BEFORE_FIRST = {"bert": False, "roberta": True, "xlm-roberta": True, "modernbert": False}
 """The model types that are served, and whether positions begin behind the padding token's id."""

@@ -10,7 +10,7 @@ def check_text_settings(spec: ReplicaSpec) -> None:
     """Check that a text encoder can be served with the settings of a replica.
 
     Raises:
-        ValueError: a setting has no meaning for it, or is not possible yet; the message names the setting.
+        ValueError: a setting has no meaning for text encoders, or is not possible yet; the message names the setting.
     """
     engine = spec.engine
     wrong = {

@@ -61,8 +61,8 @@ class ModelFigures:
     fp8_parameters: float = 0  # of `parameters`, those whose products run in FP8 where the GPU has it
     windows: tuple[Window, ...] = (None,)  # of each group
     window_bytes: int = 0
-    """Of keys and values that a decode reads in layers with windows, or of tokens that indexers choose, for any
-    context."""
+    """Bytes that a decode reads at any context: keys and values in layers with windows, or of the tokens that indexers
+    choose."""
     window_flops: float = 0  # of a prompt token in layers with windows, or over the tokens that indexers choose
 
     @property

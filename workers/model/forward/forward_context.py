@@ -19,7 +19,7 @@ from crossdock.kernels.backend import Attention
 from crossdock.kernels.indexed_attention import Indexer, indexed_attention
 from crossdock.kernels.latent_attention import latent_attention
 from crossdock.kvtransfer.layout import LayerShape
-from crossdock.workers.model.architecture import ATTENTION_NAME
+from crossdock.workers.model.architecture import ATTENTION_NAME, INDEXED_TYPE
 from crossdock.workers.model.forward.latent import unexpanded
 from crossdock.workers.model.forward.layer_tap import LayerTap
 from crossdock.workers.model.forward.row_adapters import RowAdapters
@@ -68,7 +68,7 @@ class ForwardContext:
 
 _current = threading.local()
 
-NO_MASK = {"indexed_attention": torch.empty(1, 1, 0, 0)}
+NO_MASK = {INDEXED_TYPE: torch.empty(1, 1, 0, 0)}
 """The masks of a model with indexers, whose layers take a part of their mask, which is not read in a pass of ours."""
 
 
@@ -108,8 +108,10 @@ def _attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Store a layer's keys and values to pages, and attend over the pages. Returns [1, T, H, Dv]."""
-    is_masked = attention_mask is not None and attention_mask is not NO_MASK["indexed_attention"]
-    assert not is_masked, "our implementation is not in the mask interface: no mask is ever made for it"
+    is_masked = attention_mask is not None and attention_mask is not NO_MASK[INDEXED_TYPE]
+    assert not is_masked, (
+        "transformers makes masks for the implementations in its mask interface alone; ours is none of them"
+    )
     context = current_context()
     # [T, heads, head_dim].
     q = query[0].transpose(0, 1)

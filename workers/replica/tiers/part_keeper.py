@@ -28,7 +28,7 @@ class PartKeeper:
     """Answers calls one after the other, from `open` on. An error of any kind is an answer, too."""
 
     def __init__(self, name: str, answer: Callable[[FilesCalled], None]) -> None:
-        """`name`: of this rank, for its errors."""
+        """`name`: the rank's, with which its errors begin. `answer`: sends what became of a call to the driver."""
         self._name = name
         self._answer = answer
         self._calls: queue.SimpleQueue[FileCall | None] = queue.SimpleQueue()
