@@ -61,10 +61,10 @@ class InputBody(PooledBody):
         "right", description="Where a text that is too long is cut: `right` keeps its beginning, `left` its end."
     )
 
-    def pooled(self, pooling: Pooling | Literal["labels"]) -> PooledCompletion:
-        """Return the completions that give the pooled hidden states of each text."""
+    def pooled(self, pooling: Pooling | Literal["labels"], texts: Any) -> PooledCompletion:
+        """Return the completions that give the pooled hidden states of each of `texts`, a prompt of completions."""
         passed = {name: getattr(self, name) for name in InputBody.model_fields if name != "input"}
-        return PooledCompletion(prompt=self.input, max_tokens=0, pooling=pooling, n=1, **passed)
+        return PooledCompletion(prompt=texts, max_tokens=0, pooling=pooling, n=1, **passed)
 
 
 class EmbeddingRequest(InputBody):
@@ -82,6 +82,11 @@ class EmbeddingRequest(InputBody):
         None,
         description="`last`: the last token's hidden state; `mean`: the mean of all; `cls`: the first token's, of text "
         "encoders. The server's default.",
+    )
+    prompt_name: str | None = Field(
+        None,
+        description="A name in `prompts` of the model's config_sentence_transformers.json, whose text stands before "
+        "each text. Default: `default_prompt_name` there, else no such text. Not with token ids.",
     )
 
     refused_fields: ClassVar[Mapping[str, RefusedField]] = {
@@ -102,7 +107,7 @@ class EmbeddingRequest(InputBody):
             defaults.check_size(self.dimensions)
         pooling = self.pooling or defaults.pooling
         defaults.check_pooling(pooling)
-        return self.pooled(pooling)
+        return self.pooled(pooling, defaults.prompts.added(self.input, self.prompt_name))
 
     def normalizes(self, defaults: EmbeddingDefaults) -> bool:
         """Return whether vectors get a length of 1. Raises ApiError where two fields contradict each other."""
@@ -131,4 +136,4 @@ class ClassifyRequest(InputBody):
 
     def completion(self, head: ClassifierHead) -> PooledCompletion:
         """Return the completions that give what a head reads of each text."""
-        return self.pooled(head.pooling)
+        return self.pooled(head.pooling, self.input)

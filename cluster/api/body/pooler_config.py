@@ -2,13 +2,14 @@
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from crossdock.cluster.api.body.classifier_head import ClassifierHead
+from crossdock.cluster.api.body.text_prompts import FILE, TextPrompts
 from crossdock.cluster.api.errors import ApiError, wrong
 from crossdock.workers.model.text_files import TextAnswer, answer_of
 
@@ -60,6 +61,7 @@ class EmbeddingDefaults:
     classifier: Sequence[str] = ()  # words for no and yes of a model that judges pairs of texts
     head: ClassifierHead | None = None  # of a model that classifies texts, and generates none
     encoder: TextAnswer | None = None  # what a text encoder makes of texts; None: the model is none
+    prompts: TextPrompts = field(default_factory=TextPrompts)  # before the texts whose vectors are wanted
 
     @classmethod
     def read(cls, model: Path, config: PoolerConfig | None = None) -> Self:
@@ -74,6 +76,9 @@ class EmbeddingDefaults:
         has_any_size = sizes is None and shape.get("is_matryoshka") is True
         encoder = answer_of(shape, model)
         pooling, normalizes, refusal = _sentence_transformers(model, "last" if encoder is None else "mean")
+        prompts = TextPrompts.read(
+            _read(model / FILE), is_pooled=_pooling_fields(model).get("include_prompt") is not False
+        )
         if config.pooling_type is not None:
             pooling = _POOLING_TYPES[config.pooling_type]
             refusal = ""
@@ -88,7 +93,7 @@ class EmbeddingDefaults:
         head = ClassifierHead.read(model, shape, is_encoder=encoder is not None)
         if words and (head is not None or encoder is not None):
             raise ValueError("model.pooler_config: classifier_from_token is for models that generate text")
-        return cls(pooling, normalizes, has_any_size, tuple(sizes or ()), refusal, words, head, encoder)
+        return cls(pooling, normalizes, has_any_size, tuple(sizes or ()), refusal, words, head, encoder, prompts)
 
     @property
     def why_no_text(self) -> str:
@@ -120,17 +125,13 @@ class EmbeddingDefaults:
 def _sentence_transformers(model: Path, otherwise: Pooling) -> tuple[Pooling, bool, str]:
     """Return the pooling that a directory of Sentence Transformers names, whether vectors have a length of 1, and why
     this pooling is not possible; empty: it is. Without such a directory: `otherwise`, and a length of 1."""
-    modules = [module for module in _read(model / "modules.json", []) if isinstance(module, dict)]
-    if not modules:
+    kinds = [kind for kind, _ in _modules(model)]
+    if not kinds:
         return otherwise, True, ""
-    kinds = [str(module.get("type", "")).rpartition(".")[2] for module in modules]
     if further := set(kinds) - _MODULES:
         return otherwise, True, f"this model's vectors need {', '.join(sorted(further))}, which is not served; {_HINT}"
     normalizes = "Normalize" in kinds
-    folder = next(
-        (str(module.get("path")) for module, kind in zip(modules, kinds, strict=True) if kind == "Pooling"), ""
-    )
-    modes = _read(model / folder / "config.json") if folder else {}
+    modes = _pooling_fields(model)
     prefix = "pooling_mode_"
     found = sorted(name for name, value in modes.items() if name.startswith(prefix) and value is True)
     if isinstance(named := modes.get("pooling_mode"), str):  # newer files name it
@@ -140,6 +141,19 @@ def _sentence_transformers(model: Path, otherwise: Pooling) -> tuple[Pooling, bo
     if len(found) == 1 and (pooling := _MODES.get(found[0].removeprefix(prefix))) is not None:
         return pooling, normalizes, ""
     return otherwise, normalizes, f"this model's pooling ({', '.join(found)}) is not served; {_HINT}"
+
+
+def _modules(model: Path) -> list[tuple[str, str]]:
+    """Return the kind and the folder of each module that a directory of Sentence Transformers names, in order."""
+    modules = [module for module in _read(model / "modules.json", []) if isinstance(module, dict)]
+    return [(str(each.get("type", "")).rpartition(".")[2], str(each.get("path", ""))) for each in modules]
+
+
+def _pooling_fields(model: Path) -> Mapping[str, Any]:
+    """Return the fields of the pooling module's own config.json; empty: there is none."""
+    folder = next((folder for kind, folder in _modules(model) if kind == "Pooling"), "")
+    found: Mapping[str, Any] = _read(model / folder / "config.json") if folder else {}
+    return found
 
 
 def _read(path: Path, otherwise: Any = None) -> Any:

@@ -132,6 +132,58 @@ def test_text_beyond_the_positions_is_refused_or_cut_to_all_of_them(tmp_path: Pa
         np.testing.assert_allclose(answer["data"][0]["embedding"], unit(hidden_of(model, cut)[0]), atol=5e-5)
 
 
+def add_prompts(folder: Path, **fields: Any) -> None:
+    (folder / "config_sentence_transformers.json").write_text(json.dumps(fields))
+
+
+def test_text_has_the_prompt_that_its_request_names_or_the_models_default(tmp_path: Path) -> None:
+    model = saved(tmp_path, "bert", pooling="mean_tokens")
+    add_prompts(tmp_path, prompts={"query": "dog ", "document": "", "other": "fox over "}, default_prompt_name="query")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+
+    def wanted(text: str) -> list[float]:
+        return unit(hidden_of(model, tokenizer(text)["input_ids"]).mean(0))
+
+    with LLM(str(tmp_path), dtype="float32") as llm:
+        for name, prompt in ((None, "dog "), ("query", "dog "), ("document", ""), ("other", "fox over ")):
+            for given in (TEXTS, TEXTS[0]):
+                data = embed(llm, input=given, prompt_name=name)["data"]
+                texts = [given] if isinstance(given, str) else given
+                vectors = [wanted(prompt + text) for text in texts]
+                np.testing.assert_allclose([each["embedding"] for each in data], vectors, atol=5e-5)
+        [score] = llm.score(TEXTS[0], TEXTS[1], use_tqdm=False)
+        cosine = np.dot(wanted("dog " + TEXTS[0]), wanted("dog " + TEXTS[1]))
+        assert score.outputs.score == pytest.approx(cosine, abs=1e-4)
+        ids = tokenizer(TEXTS[0])["input_ids"]
+        vector = embed(llm, input=ids, add_special_tokens=False)["data"][0]["embedding"]
+        np.testing.assert_allclose(vector, wanted(TEXTS[0]), atol=5e-5)
+        for fields, why in (
+            ({"input": TEXTS, "prompt_name": "passage"}, "names these prompts: 'document', 'other', 'query'"),
+            ({"input": ids, "prompt_name": "query"}, "'prompt_name' needs texts"),
+        ):
+            with pytest.raises(ValueError, match=why):
+                embed(llm, **fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"prompts": ["a"]}, "prompts must be an object of texts"),
+        ({"prompts": {"query": "a"}, "default_prompt_name": "passage"}, "default_prompt_name 'passage' is no name"),
+        ({"prompts": {"query": "dog "}, "default_prompt_name": "query"}, "include_prompt: false"),
+    ],
+)
+def test_prompts_that_cannot_be_followed_are_refused_at_the_start(
+    fields: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    saved(tmp_path, "bert", pooling="mean_tokens")
+    file = tmp_path / "1_Pooling" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"include_prompt": False}))
+    add_prompts(tmp_path, **fields)
+    with pytest.raises(ValueError, match=reason):
+        LLM(str(tmp_path), dtype="float32")
+
+
 def test_pooling_that_is_not_served_is_refused_until_a_request_names_another(tmp_path: Path) -> None:
     saved(tmp_path, "bert", pooling="max_tokens")
     with LLM(str(tmp_path), dtype="float32") as llm:
