@@ -9,6 +9,9 @@ BODY_VALUES = 1 << 19  # values of a body, numbers included: token ids; about 30
 
 OUTPUTS = 1024  # prompts times n
 INPUTS = 2048  # texts of a request for embeddings; OpenAI's bound
+QUESTIONS = 400  # of a request for decisions; OpenAI's bound, as are the next two
+QUESTION_CHOICES = 255  # of one question
+QUESTION_LEVELS = 10  # of a score
 MESSAGES = 4096  # of a chat
 MESSAGE_PARTS = 4096  # parts of content and tool calls of a chat, all messages together
 ROLE_CHARS = 64

@@ -43,7 +43,7 @@ from crossdock.cluster.api.routes.absent_paths import ABSENT, advice
 from crossdock.cluster.api.routes.model_routes import Endpoint, ModelChoice, ModelRoutes
 from crossdock.cluster.api.routes.rollouts import RolloutControl
 from crossdock.cluster.api.routes.simulator import Simulator
-from crossdock.cluster.api.routes.status import Decisions, ServerStatus
+from crossdock.cluster.api.routes.status import ScalingDecisions, ServerStatus
 from crossdock.cluster.api.routes.web_assets import ASSET_HEADERS, WebAsset, web_assets
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.cluster.dispatch.dispatchers import Dispatchers
@@ -52,7 +52,7 @@ from crossdock.workers.schedule.shares import Shares
 
 _GENERATES = (
     *("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/messages", "/v1/responses"),
-    *("/classify", "/v1/score", "/v1/rerank"),
+    *("/classify", "/v1/score", "/v1/rerank", "/v1/decisions"),
 )
 _UPLOADS = 8  # files of the largest size that may be on their way to an ingress
 logger = logging.getLogger("ray.serve")
@@ -69,7 +69,7 @@ def build_api(
     fleets: Dispatcher | Dispatchers,
     http: HttpConfig,
     *,
-    decisions: Decisions | None = None,
+    decisions: ScalingDecisions | None = None,
     ask_peers: AskPeers | None = None,
     rollouts: Rollouts | None = None,
     claimant: Claimant | None = None,

@@ -10,6 +10,7 @@ from pydantic_core import from_json
 
 from crossdock.cluster.api.batches.folder import Owner
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest, CompletionRequest
+from crossdock.cluster.api.body.decision_body import DecisionRequest
 from crossdock.cluster.api.body.embedding_body import ClassifyRequest, EmbeddingRequest
 from crossdock.cluster.api.body.json_body import Body
 from crossdock.cluster.api.body.score_body import RerankRequest, ScoreRequest
@@ -35,6 +36,7 @@ ENDPOINTS: Mapping[str, type[Body]] = {
     "/v1/score": ScoreRequest,
     "/v1/rerank": RerankRequest,
     "/classify": ClassifyRequest,
+    "/v1/decisions": DecisionRequest,
 }
 _SAME = {"/score": "/v1/score", "/rerank": "/v1/rerank", "/v2/rerank": "/v1/rerank"}  # vLLM's other paths
 

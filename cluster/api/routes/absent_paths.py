@@ -16,7 +16,6 @@ ABSENT = {  # by the path, or by its beginning up to a slash
     "/v1/responses": "responses are created, fetched, continued, cancelled and deleted here, and nothing else",
     "/v1/responses/compact": "conversations are not compacted here: send the items that matter",
     "/v1/responses/input_tokens": "/tokenize returns the tokens of a chat",
-    "/v1/decisions": "use /v1/chat/completions with a JSON schema, or with 'logprobs' and one token",
     "/v1/messages": "of Anthropic's API, /v1/messages and /v1/messages/count_tokens are served",
     "/v1/moderations": f"{_TEXT}, not classes",
     "/v1/images": f"{_TEXT}, not pictures",

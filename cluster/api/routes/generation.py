@@ -241,13 +241,13 @@ class Generations:
 
     async def whole_outputs(self, generation: Generation, messages: Sequence[ChatMessage] = ()) -> list[Output]:
         """Return the complete output of each choice. `messages`: of the choices of a chat, read as they come."""
-        wholes = [Output(choice.index) for choice in generation.choices]
+        wholes = {choice.index: Output(choice.index) for choice in generation.choices}
         async with aclosing(self.outputs(generation)) as outputs:
             async for output in outputs:
                 wholes[output.index].extend(output)
                 if messages:
                     messages[output.index].read(output.texts, output.finish_reason)
-        return wholes
+        return list(wholes.values())
 
     async def outputs(
         self, generation: Generation, event: Callable[[Output], bytes] | None = None

@@ -20,6 +20,7 @@ from crossdock.cluster.api.routes.adapters import AdapterNames
 from crossdock.cluster.api.routes.chats import Chats
 from crossdock.cluster.api.routes.completions import Completions
 from crossdock.cluster.api.routes.conversations import Conversations
+from crossdock.cluster.api.routes.decisions import Decisions
 from crossdock.cluster.api.routes.embeddings import Classification, Embeddings
 from crossdock.cluster.api.routes.generation import Generations
 from crossdock.cluster.api.routes.messages import Messages
@@ -70,6 +71,7 @@ class ModelRoutes:
     responses: Responses = field(init=False)
     scores: Scores = field(init=False)
     classification: Classification = field(init=False)
+    decisions: Decisions = field(init=False)
 
     def __post_init__(self) -> None:
         http = self.http
@@ -103,6 +105,7 @@ class ModelRoutes:
         self.embeddings = Embeddings(self.completions, self.pooling)
         self.scores = Scores(self.generations, self.completions, self.encoder, tokenizer, self.pooling)
         self.classification = Classification(self.completions, self.pooling)
+        self.decisions = Decisions(self.generations, self.encoder, tokenizer, message_format)
         writer = LogprobWriter(tokenizer, as_ids=False)
         if self.beside is not None:
             self.responses = self.beside.responses.of(self.conversations, writer)
@@ -138,6 +141,7 @@ class ModelRoutes:
             ("POST", "/classify", self.classification.create, "The labels of texts"),
             *(("POST", path, self.scores.score, "How well texts fit texts") for path in ("/v1/score", "/score")),
             *(("POST", path, self.scores.rerank, "Documents by how well they fit a query") for path in _RERANK),
+            ("POST", "/v1/decisions", self.decisions.create, "Answers to questions about an input, as probabilities"),
             ("POST", "/v1/responses", create, "Answer a conversation, in the form of OpenAI's Responses API"),
             ("POST", "/v1/messages", messages.create, "Answer a conversation, in the form of Anthropic's API"),
             ("POST", "/v1/messages/count_tokens", messages.count_tokens, "The number of tokens of a conversation"),

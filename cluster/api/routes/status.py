@@ -19,14 +19,14 @@ _SEEN = "INCARNATION:NUMBER of the newest step that the client has, once for eac
 
 
 _ID_PREFIXES = ("chatcmpl-", "cmpl-", "msg_")  # of the ids of answers, before the id of the request
-Decisions = Callable[[], Awaitable[list[dict[str, Any]]]]
+ScalingDecisions = Callable[[], Awaitable[list[dict[str, Any]]]]
 """Returns the newest decisions of the scaler. Raises TimeoutError where it does not answer."""
 
 _LOADS = ("load", "spare_load", "streams", "reason")  # fields of a decision that show what other keys' requests need
 
 
 class ServerStatus:
-    def __init__(self, dispatcher: Dispatcher | Dispatchers, decisions: Decisions | None = None) -> None:
+    def __init__(self, dispatcher: Dispatcher | Dispatchers, decisions: ScalingDecisions | None = None) -> None:
         self._dispatcher = dispatcher
         self._decisions = decisions
 

@@ -115,6 +115,11 @@ class MessageFormat:
             return False
         return self._opens is not None or self._is_thinking(body, self._end(prompt_token_ids))
 
+    def answers_at_once(self, prompt_token_ids: Sequence[int]) -> bool:
+        """Return whether the first token after a prompt is content: no reasoning and no channel comes before."""
+        end = self._end(prompt_token_ids).rstrip()
+        return not (self._is_gpt_oss or end.endswith(tuple(self._family.thinks) or "\0"))
+
     def reading(self, body: ChatCompletionRequest, prompt_token_ids: Sequence[int]) -> MessageReading:
         """Return how the answers of a request are read.
 

@@ -133,12 +133,20 @@ class ModelTokenizer:
         return both[:first], both[first + len(left) : second], both[second + len(right) :]
 
     def divides(self, left: str, right: str) -> bool:
-        """Return whether the tokens of two texts together are those of each: words never reach across their border."""
+        """Return whether the tokens of two texts together are those of each.
+
+        No word may reach across their border, and none may change for what stands beyond it: empty lines may.
+        """
         if self._pieces is None or self._backend is None:
             return False
-        end = left[-_BORDER:]
-        words = self._backend.pre_tokenizer.pre_tokenize_str(end + right[:_BORDER])
-        return any(place == len(end) for _, (_, place) in words)
+        end, start = left[-_BORDER:], right[:_BORDER]
+        apart = [*self._word_ends(end), *(len(end) + place for place in self._word_ends(start))]
+        return self._word_ends(end + start) == apart
+
+    def _word_ends(self, text: str) -> list[int]:
+        """Return where the words end in which the tokenizer divides a text before all else. The tokenizer has some."""
+        assert self._backend is not None
+        return [place for _, (_, place) in self._backend.pre_tokenizer.pre_tokenize_str(text)]
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = False) -> str:
         if self._backend is not None:  # without transformers' checks of what kind of array the ids are

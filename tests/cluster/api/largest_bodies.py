@@ -292,6 +292,28 @@ def ranks() -> Iterator[Sent]:
     yield sent("too many documents", {"query": "a", "documents": ["a"] * (bounds.INPUTS + 1)}, REFUSED)
 
 
+def decisions() -> Iterator[Sent]:
+    question = {"type": "predicate", "instructions": "a"}
+    right = {"input": "Hi", "questions": [question]}
+    yield from few_json(**right)
+    yield sent("questions", {**right, "questions": [question] * bounds.QUESTIONS})
+    yield sent("too many questions", {**right, "questions": [question] * (bounds.QUESTIONS + 1)}, REFUSED)
+    each = MAX_BODY // bounds.QUESTIONS - 64
+    long = {"type": "predicate", "instructions": text(each)}
+    yield sent("long questions", {**right, "questions": [long] * bounds.QUESTIONS})
+    yield sent("an input for all", {"input": text(2 * CONTEXT), "questions": [question] * bounds.QUESTIONS})
+    yield sent("a long input", {"input": text(MAX_BODY - 50_000), "questions": [question] * bounds.QUESTIONS}, REFUSED)
+    choices = [{"value": f"v{i}"} for i in range(bounds.QUESTION_CHOICES)]
+    many = {"type": "choice", "instructions": "a", "choices": choices}
+    yield sent("choices", {**right, "questions": [many] * (bounds.BODY_PARTS // 2 // bounds.QUESTION_CHOICES - 1)})
+    yield sent("too many choices", {**right, "questions": [{**many, "choices": [*choices, {"value": "v"}]}]}, REFUSED)
+    data = {"type": "input_json", "data": {"a": parts(bounds.BODY_PARTS - 128)}}
+    yield sent("JSON of many parts", {**right, "input": [{"role": "user", "content": [data]}]})
+    item = {"role": "user", "content": "a"}
+    yield sent("items", {**right, "input": [item] * 4000})
+    yield sent("too many items", {**right, "input": [item] * (bounds.MESSAGES + 1)}, REFUSED)
+
+
 BOUNDARY = "x-boundary-x"
 FORM = f"multipart/form-data; boundary={BOUNDARY}"
 
@@ -405,6 +427,7 @@ ROUTES: Mapping[tuple[str, str], Case] = {
     ("POST", "/v1/rerank"): ranks,
     ("POST", "/rerank"): partial(few_json, query="a", documents=["b"]),
     ("POST", "/v2/rerank"): partial(few_json, query="a", documents=["b"]),
+    ("POST", "/v1/decisions"): decisions,
     ("POST", "/tokenize"): tokenize,
     ("POST", "/detokenize"): detokenize,
     ("POST", "/v1/load_lora_adapter"): adapters,

@@ -13,6 +13,7 @@ import yaml
 
 from crossdock.cluster.api.body.bodies import ChatCompletionRequest, CompletionRequest
 from crossdock.cluster.api.body.constraints import STRUCTURED_OUTPUTS
+from crossdock.cluster.api.body.decision_body import DecisionRequest
 from crossdock.cluster.api.body.embedding_body import ClassifyRequest, EmbeddingRequest
 from crossdock.cluster.api.body.generation_body import StreamOptions
 from crossdock.cluster.api.body.json_body import Body
@@ -79,6 +80,8 @@ def tables() -> str:
             *_states(ScoreRequest),
             "\n## /v1/rerank\n",
             *_states(RerankRequest),
+            "\n## /v1/decisions\n",
+            *_states(DecisionRequest),
             "\n## /v1/responses\n",
             *_states(ResponsesRequest),
             "\n## /v1/messages\n",

@@ -130,7 +130,7 @@ def test_files_have_openais_types(serve: Serve, tmp_path: Path) -> None:
 
 def test_paths_of_openais_clients_that_are_not_served_are_not_found(http: httpx.Client) -> None:
     """A client that probes for a path reads 404 as "not here", and 405 as an error of its own."""
-    for path in ("/v1/responses/compact", "/v1/responses/input_tokens", "/v1/decisions"):
+    for path in ("/v1/responses/compact", "/v1/responses/input_tokens"):
         answer = http.post(path, json={"input": "Hi"})
         assert answer.status_code == 404
         assert path in answer.json()["error"]["message"]

@@ -238,6 +238,20 @@ def test_encode_knows_special_tokens(tokenizers: Tokenizers) -> None:
     assert tokenizer.vocabulary_name(tokenizer.encode(" the")[0]).startswith("Ġ")
 
 
+def test_text_is_divided_only_where_its_tokens_are_those_of_both_parts(tokenizers: Tokenizers) -> None:
+    """Before a word, GPT-2's rule makes one word of all line breaks but the last one; at the end of a text, of all."""
+    tokenizer = ModelTokenizer(tokenizers["byte_level"])
+    for left, right, divides in (
+        ("dogs", " and", True),
+        ("dogs.\n", "Question: a", True),
+        ("do", "gs", False),
+        ("dogs.\n\n", "Question: a", False),
+    ):
+        assert tokenizer.divides(left, right) == divides
+        both = tokenizer.encode(left + right)
+        assert (both == tokenizer.encode(left) + tokenizer.encode(right)) or not divides
+
+
 def test_encode_in_several_threads_is_consistent(tokenizers: Tokenizers) -> None:
     """Long texts are encoded in threads while short ones are encoded in the event loop."""
     tokenizer = ModelTokenizer(tokenizers["byte_level"])
