@@ -56,6 +56,8 @@ class ModelFigures:
     max_model_len: int
     vocab_size: int
     page_bytes: int  # of each group
+    kv_parts: int  # into which ranks divide keys and values: KV heads. Latents and an indexer's keys are one part
+    pair_parts: int  # into which ranks divide `pair_flops`: query heads. An indexer's scores are one part
     encoder: PictureModel | None = None  # None: prompts are text alone
     experts: Experts | None = None
     fp8_parameters: float = 0  # of `parameters`, those whose products run in FP8 where the GPU has it
@@ -70,6 +72,10 @@ class ModelFigures:
         """Return the bytes of all weights."""
         experts = 0.0 if self.experts is None else self.experts.num_bytes
         return self.weight_bytes + experts + (0 if self.encoder is None else self.encoder.weight_bytes)
+
+    def kv_share(self, num_ranks: int) -> float:
+        """Return the share of keys and values that each of the ranks of a layer keeps and reads."""
+        return -(-self.kv_parts // num_ranks) / self.kv_parts
 
 
 def plain_figures(
@@ -95,6 +101,8 @@ def plain_figures(
         max_model_len=max_model_len,
         vocab_size=vocab_size,
         page_bytes=token_bytes * PAGE_SIZE,
+        kv_parts=kv_heads,
+        pair_parts=heads,
         encoder=encoder,
     )
 
@@ -149,6 +157,8 @@ def figures_of(fields: Mapping[str, Any], stored: Callable[[str], StoredNumber])
         vocab_size=config.size("vocab_size"),
         page_bytes=PAGE_SIZE
         * (max(len(group.layers) for group in groups) * attention.token_bytes + (index.token_bytes if index else 0)),
+        kv_parts=attention.kv_parts,
+        pair_parts=1 if index else attention.heads,
         experts=experts,
         fp8_parameters=sum(number for number, how in counted if how.is_fp8) + (routed[0] if routed[1] else 0),
         windows=tuple(group.window for group in groups),
@@ -182,6 +192,8 @@ class _Attention(NamedTuple):
     parameters: int
     token_bytes: int
     pair_flops: int
+    heads: int
+    kv_parts: int  # as in `ModelFigures`
 
     @classmethod
     def of(cls, config: _Fields, hidden: int) -> "_Attention":
@@ -194,10 +206,11 @@ class _Attention(NamedTuple):
             queries = heads * (nope + rope)
             parameters = (hidden + queries) * rank if rank else hidden * queries
             parameters += hidden * (latent + rope) + latent * heads * (nope + value) + heads * value * hidden
-            return cls(parameters, _BF16 * (latent + rope), 2 * heads * (nope + rope + value))
+            return cls(parameters, _BF16 * (latent + rope), 2 * heads * (nope + rope + value), heads, 1)
         head_dim = config.size("head_dim", default=hidden // heads)
         kv_heads = config.size("num_key_value_heads", default=heads)
-        return cls(2 * hidden * head_dim * (heads + kv_heads), 2 * _BF16 * kv_heads * head_dim, 4 * heads * head_dim)
+        parameters = 2 * hidden * head_dim * (heads + kv_heads)
+        return cls(parameters, 2 * _BF16 * kv_heads * head_dim, 4 * heads * head_dim, heads, kv_heads)
 
 
 class _Index(NamedTuple):

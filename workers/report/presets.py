@@ -7,12 +7,14 @@ parallel), BW and FLOPS a GPU's published memory bandwidth and dense rate. With 
     per_prefill_token   = 2 · P / (t · FLOPS · GEMM share) + all-reduced bytes / (link · bandwidth share)
     per_attended        = 4 · layers · heads · head_dim / (t · FLOPS · attention share)
     per_decode          = per_prefill_token + SAMPLE_S
-    per_context, per_chunk_context  = KV bytes of a token / (t · BW · bandwidth share)
+    per_context, per_chunk_context  = KV bytes of a token that each GPU keeps / (BW · bandwidth share)
 
 An all-reduce moves 2 · (t - 1) / t of a token's hidden state over each GPU's link, twice per layer. The times of
 reading weights and of multiplying by them are added, where a real step hides the shorter of the two: estimates are a
 little high for balanced steps. No bound by launching kernels is assumed, which only a measurement shows. KV pages get
-the memory that the weights and a reserve of a tenth leave.
+the memory that the weights and a reserve of a tenth leave. GPUs divide keys and values by KV heads: more GPUs than
+heads keep copies. All heads share latents, and an indexer's keys, so that each GPU keeps all of these. Each scores all
+keys too: per_attended of an indexer is not divided.
 
 Weights in FP8 take the FP8 rate of a GPU that has one, and attention the bf16 rate. Of E experts a token is sent to k:
 `base` reads those of one token. With n tokens a step reads E · (1 - (1 - k/E)^n) of them, which is taken as a straight
@@ -212,7 +214,8 @@ def _profile(name: str, gpu: Gpu, model: ModelFigures, num_gpus: str, model_name
             f"profile: {name}: weights of {model.held_bytes / 1e9:.0f} GB do not fit {tp} x {gpu.memory / 1e9:.0f} GB"
             f"{more}"
         )
-    num_pages = int((tp * gpu.memory * (1 - _RESERVE) - model.held_bytes) / model.page_bytes)
+    page_bytes = model.page_bytes * model.kv_share(tp)  # of one GPU
+    num_pages = int((gpu.memory * (1 - _RESERVE) - model.held_bytes / tp) / page_bytes)
     longest = int(PageNeeds(PAGE_SIZE, model.windows, _MAX_NUM_BATCHED_TOKENS).longest_prompt(num_pages))
     return SchedulingProfile(
         max_model_len=min(model.max_model_len, longest),
@@ -225,7 +228,7 @@ def _profile(name: str, gpu: Gpu, model: ModelFigures, num_gpus: str, model_name
         slo_classes=DEFAULT_CLASSES,
         compatibility=model_name,
         weights=model_name,
-        page_bytes=model.page_bytes,
+        page_bytes=int(page_bytes * tp),
         bytes_per_second=_NETWORK * tp,
         tiers=(TierSize(name="host", num_bytes=0, bytes_per_second=_HOST * tp),),
         tensor_parallel_size=tp,
@@ -249,7 +252,8 @@ def _encoder_cost(gpu: Gpu, encoder: PictureModel) -> EncoderCost:
 
 def _cost(gpu: Gpu, model: ModelFigures, tp: int) -> StepCost:
     bandwidth = tp * gpu.bandwidth * _BANDWIDTH_SHARE
-    attention = tp * gpu.flops * _ATTENTION_SHARE
+    kv_bandwidth = gpu.bandwidth * _BANDWIDTH_SHARE / model.kv_share(tp)
+    attention = gpu.flops * _ATTENTION_SHARE
     products = 2 * (model.parameters - model.fp8_parameters) / (tp * gpu.flops * _GEMM_SHARE)
     products += 2 * model.fp8_parameters / (tp * gpu.fp8_flops * _GEMM_SHARE)
     reduced = 2 * model.layers * 2 * (tp - 1) / tp * 2 * model.hidden  # bytes over each GPU's link
@@ -262,10 +266,10 @@ def _cost(gpu: Gpu, model: ModelFigures, tp: int) -> StepCost:
         every = 2 * experts.in_layer / experts.chosen
     return StepCost(
         base=read / bandwidth + _LAUNCH_S + (2 * model.layers * _ALL_REDUCE_S if tp > 1 else 0),
-        per_prefill_token=per_token + model.window_flops / attention,
-        per_attended=model.pair_flops / attention,
-        per_decode=per_token + _SAMPLE_S + model.window_bytes / bandwidth,
-        per_context=model.token_bytes / bandwidth,
+        per_prefill_token=per_token + model.window_flops / (tp * attention),
+        per_attended=model.pair_flops / (min(tp, model.pair_parts) * attention),
+        per_decode=per_token + _SAMPLE_S + model.window_bytes / kv_bandwidth,
+        per_context=model.token_bytes / kv_bandwidth,
         breakpoint_rows=every,
         per_early_row=rest / bandwidth / every if every else 0.0,
     )

@@ -192,6 +192,30 @@ def test_decode_of_a_model_with_indexers_reads_its_chosen_latents_and_the_keys_o
     assert profile.cost.per_attended == pytest.approx(4 * 2 * 64 * 128 / (0.4 * 989e12))
 
 
+@pytest.mark.parametrize("fields", [DEEPSEEK_V3, DEEPSEEK_V32])
+def test_every_gpu_keeps_and_reads_all_latents(fields: dict[str, Any], tmp_path: Path) -> None:
+    """So more GPUs leave room for more tokens by the weights alone that each of them need not hold."""
+    plain = fields | {"num_hidden_layers": 4, "quantization_config": None}
+    folder = _folder(tmp_path / "deepseek", plain)
+    held = figures_of(plain, lambda _: BF16).held_bytes
+    one, four = estimate("h200-tp1", folder), estimate("h200-tp4", folder)
+    assert one.cost.per_context == four.cost.per_context > 0
+    assert four.page_bytes == 4 * one.page_bytes
+    room = (0.9 * 141e9 - held / 4) / (0.9 * 141e9 - held)
+    assert four.num_pages / one.num_pages == pytest.approx(room, rel=0.01)
+    is_scored_whole = fields is DEEPSEEK_V32  # by an indexer, on each GPU
+    assert one.cost.per_attended / four.cost.per_attended == pytest.approx(1 if is_scored_whole else 4)
+
+
+def test_gpus_that_share_a_kv_head_keep_and_read_it_each(tmp_path: Path) -> None:
+    folder = _folder(tmp_path / "moe", QWEN_30B_A3B)  # 4 KV heads
+    one, four, eight = (estimate(f"h200-tp{number}", folder) for number in (1, 4, 8))
+    assert four.page_bytes == one.page_bytes
+    assert eight.page_bytes == 2 * one.page_bytes
+    assert one.cost.per_context == pytest.approx(4 * four.cost.per_context)
+    assert eight.cost.per_context == four.cost.per_context
+
+
 def test_layers_that_share_a_choice_have_no_indexer() -> None:
     alone = figures_of(DEEPSEEK_V32, _plain)
     shared = figures_of(DEEPSEEK_V32 | {"index_topk_freq": 4, "index_skip_topk_offset": 2}, _plain)
