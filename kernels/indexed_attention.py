@@ -7,15 +7,16 @@ where it sees no more than these. Attention over these few latents costs the sam
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import gcd
 
 import torch
 from torch import Tensor
 
-from crossdock.kernels.attention import AttentionBatch
+from crossdock.kernels.attention import AttentionBatch, library_for
 from crossdock.kernels.latent_attention import UpProjections, latent_attention
 
 _SCORED_BYTES = 64 << 20  # of the scores of all heads of an indexer that exist at a time, if those of a row are fewer
-_GATHERED_BYTES = 64 << 20  # of the chosen latents that exist at a time, if those of a row are fewer
+_GATHERED_BYTES = 64 << 20  # of the chosen latents that are copied at a time, if those of a row are fewer
 
 
 @dataclass(slots=True)
@@ -66,6 +67,10 @@ def indexed_attention(
     if chosen.others is not None:
         others = chosen.other_rows
         out[others] = latent_attention(paged_attention, q[others], pages, chosen.others, up, scale=scale)
+    if (tokens := _pages_of_one_token(pages)) is not None and library_for(q, None, tokens, tokens) is not None:
+        each = _decodes(_numbers(pages, chosen.slots), chosen.counts, indexer.top_k)
+        out[chosen.rows] = latent_attention(paged_attention, q[chosen.rows], tokens, each, up, scale=scale)
+        return out
     page_size = pages.shape[2]
     step = max(1, _GATHERED_BYTES // (indexer.top_k * pages.shape[3] * pages.itemsize))
     for first in range(0, len(chosen.rows), step):
@@ -73,8 +78,9 @@ def indexed_attention(
         slots = chosen.slots[first : first + step].long()
         counts = chosen.counts[first : first + step]
         latents = pages[slots // page_size, 0, slots % page_size]  # [n, top_k, R + Dr]
-        one_each = _one_page_each(counts, indexer.top_k)
-        out[rows] = latent_attention(paged_attention, q[rows], latents[:, None], one_each, up, scale=scale)
+        numbers = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+        each = _decodes(numbers[:, None], counts, indexer.top_k)
+        out[rows] = latent_attention(paged_attention, q[rows], latents[:, None], each, up, scale=scale)
     return out
 
 
@@ -170,8 +176,36 @@ def _some(
     )
 
 
-def _one_page_each(counts: Tensor, page_size: int) -> AttentionBatch:
-    """Return a batch of decodes whose tokens, `counts` [n], lie in one page of their own each."""
+def _pages_of_one_token(pages: Tensor) -> Tensor | None:
+    """Return a view of `pages` [pages, 1, page, D] in which every token is a page, [n, 1, 1, D]; `_numbers` are theirs.
+
+    A page holds other layers' rows too, so the tokens of one layer do not lie at equal distances. Views begin at every
+    common divisor of the distances, and overlap. None: their numbers would not be int32.
+    """
+    (num_pages, _, page_size, D) = pages.shape
+    unit, page_units, token_units = _units(pages)
+    number = (num_pages - 1) * page_units + (page_size - 1) * token_units + 1
+    return pages.as_strided((number, 1, 1, D), (unit, D, D, 1)) if number < 1 << 31 else None
+
+
+def _numbers(pages: Tensor, slots: Tensor) -> Tensor:
+    """Return the page of each of `slots` in the view of `_pages_of_one_token`."""
+    page_size = pages.shape[2]
+    _, page_units, token_units = _units(pages)
+    return slots // page_size * page_units + slots % page_size * token_units
+
+
+def _units(pages: Tensor) -> tuple[int, int, int]:
+    """Return the common divisor of the distances between pages and between tokens, in elements, and both in these."""
+    page_stride = pages.stride(0)
+    token_stride = pages.stride(2)
+    unit = gcd(page_stride, token_stride)
+    return unit, page_stride // unit, token_stride // unit
+
+
+def _decodes(page_table: Tensor, counts: Tensor, most: int) -> AttentionBatch:
+    """Return a batch of one row for each line of `page_table` [n, P] int32; row r sees `counts[r]` tokens, at most
+    `most`. It stores nothing."""
     n = len(counts)
-    numbers = torch.arange(n + 1, dtype=torch.int32, device=counts.device)
-    return AttentionBatch(numbers, counts, numbers[:-1, None], numbers[:0].long(), 1, page_size, n)
+    starts = torch.arange(n + 1, dtype=torch.int32, device=counts.device)
+    return AttentionBatch(starts, counts, page_table, starts[:0].long(), 1, most, n)

@@ -66,13 +66,28 @@ class Indexed:
 def test_attention_over_chosen_tokens_matches_longhand(
     attention: Any, num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One row at a time, a few, and all. Rows of sequences of up to `top_k` tokens see all of these."""
+    """Scores one row at a time, a few, and all. Rows of sequences of up to `top_k` tokens see all of these."""
     monkeypatch.setattr(module, "_SCORED_BYTES", num_bytes)
-    monkeypatch.setattr(module, "_GATHERED_BYTES", num_bytes)
     indexed = Indexed(LENGTHS)
     out = indexed.run(attention)
     assert out.is_contiguous()
     torch.testing.assert_close(out.double(), indexed.expected(), atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("num_bytes", [1, 30_000, 64 << 20])
+def test_copied_latents_give_what_those_in_pages_give(num_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Latents are copied where no C++ reads them: one row at a time, a few, and all."""
+    indexed = Indexed(LENGTHS)
+    in_pages = indexed.run(CPP.paged_attention)
+    monkeypatch.setattr(module, "_GATHERED_BYTES", num_bytes)
+    monkeypatch.setattr(module, "library_for", lambda *_: None)
+    torch.testing.assert_close(indexed.run(CPP.paged_attention), in_pages, atol=1e-5, rtol=1e-5)
+
+
+def test_latents_are_copied_where_their_pages_have_no_int32_number() -> None:
+    """The distances between pages and between tokens have no common divisor but 1: a view begins at each element."""
+    pages = torch.empty_strided((1 << 12, 1, 16, 80), (1 << 20 | 1, 0, 80, 1), device="meta")
+    assert module._pages_of_one_token(pages) is None
 
 
 def test_short_batch_reads_no_key_of_the_indexer() -> None:
