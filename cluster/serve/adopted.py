@@ -156,7 +156,10 @@ def _with_replicas(parts: Sequence[Part], given: Collection[str], line: Adopted)
             meaning = "the ranks of the one replica"
             if total is not None:
                 meaning = f"--tensor-parallel-size {total}, one replica"
-            line.notes.append(f"{name} {number}: read as {meaning}: all of its ranks divide experts and attention")
+            line.notes.append(
+                f"{name} {number}: read as {meaning}: all of its ranks divide experts and attention; latents, if the "
+                f"model has some, are on every rank (--pipeline-parallel-size divides these)"
+            )
             if total is not None:
                 yield "--tensor-parallel-size", [f"--tensor-parallel-size={total}"]
         elif total is None or name not in _RANKS:
