@@ -16,7 +16,7 @@ from crossdock.kernels.attention import AttentionBatch, library_for
 from crossdock.kernels.latent_attention import UpProjections, latent_attention
 
 _SCORED_BYTES = 64 << 20  # of the scores of all heads of an indexer that exist at a time, if those of a row are fewer
-_GATHERED_BYTES = 64 << 20  # of the chosen latents that are copied at a time, if those of a row are fewer
+_BLOCK_BYTES = 64 << 20  # of the queries of some rows, or of their chosen latents, if those of a row are fewer
 
 
 @dataclass(slots=True)
@@ -67,20 +67,16 @@ def indexed_attention(
     if chosen.others is not None:
         others = chosen.other_rows
         out[others] = latent_attention(paged_attention, q[others], pages, chosen.others, up, scale=scale)
-    if (tokens := _pages_of_one_token(pages)) is not None and library_for(q, None, tokens, tokens) is not None:
-        each = _decodes(_numbers(pages, chosen.slots), chosen.counts, indexer.top_k)
-        out[chosen.rows] = latent_attention(paged_attention, q[chosen.rows], tokens, each, up, scale=scale)
-        return out
-    page_size = pages.shape[2]
-    step = max(1, _GATHERED_BYTES // (indexer.top_k * pages.shape[3] * pages.itemsize))
+    tokens = _pages_of_one_token(pages)
+    is_copied = tokens is None or library_for(q, None, tokens, tokens) is None
+    width = indexer.top_k if is_copied else q.shape[1]
+    step = max(1, _BLOCK_BYTES // (width * pages.shape[3] * pages.itemsize))
     for first in range(0, len(chosen.rows), step):
         rows = chosen.rows[first : first + step]
-        slots = chosen.slots[first : first + step].long()
-        counts = chosen.counts[first : first + step]
-        latents = pages[slots // page_size, 0, slots % page_size]  # [n, top_k, R + Dr]
-        numbers = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
-        each = _decodes(numbers[:, None], counts, indexer.top_k)
-        out[rows] = latent_attention(paged_attention, q[rows], latents[:, None], each, up, scale=scale)
+        slots = chosen.slots[first : first + step]
+        seen, table = _copied(pages, slots) if tokens is None or is_copied else (tokens, _numbers(pages, slots))
+        each = _decodes(table, chosen.counts[first : first + step], indexer.top_k)
+        out[rows] = latent_attention(paged_attention, q[rows], seen, each, up, scale=scale)
     return out
 
 
@@ -174,6 +170,14 @@ def _some(
         sum(s < batch.num_decodes for s in sequences),
         on_host=(starts, lengths),
     )
+
+
+def _copied(pages: Tensor, slots: Tensor) -> tuple[Tensor, Tensor]:
+    """Return copies of the tokens in `slots` [n, top_k], a page for each line, and the pages' numbers [n, 1]."""
+    page_size = pages.shape[2]
+    numbers = torch.arange(len(slots), dtype=torch.int32, device=slots.device)
+    places = slots.long()
+    return pages[places // page_size, 0, places % page_size][:, None], numbers[:, None]
 
 
 def _pages_of_one_token(pages: Tensor) -> Tensor | None:

@@ -66,8 +66,9 @@ class Indexed:
 def test_attention_over_chosen_tokens_matches_longhand(
     attention: Any, num_bytes: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Scores one row at a time, a few, and all. Rows of sequences of up to `top_k` tokens see all of these."""
+    """One row at a time, a few, and all. Rows of sequences of up to `top_k` tokens see all of these."""
     monkeypatch.setattr(module, "_SCORED_BYTES", num_bytes)
+    monkeypatch.setattr(module, "_BLOCK_BYTES", num_bytes)
     indexed = Indexed(LENGTHS)
     out = indexed.run(attention)
     assert out.is_contiguous()
@@ -79,7 +80,7 @@ def test_copied_latents_give_what_those_in_pages_give(num_bytes: int, monkeypatc
     """Latents are copied where no C++ reads them: one row at a time, a few, and all."""
     indexed = Indexed(LENGTHS)
     in_pages = indexed.run(CPP.paged_attention)
-    monkeypatch.setattr(module, "_GATHERED_BYTES", num_bytes)
+    monkeypatch.setattr(module, "_BLOCK_BYTES", num_bytes)
     monkeypatch.setattr(module, "library_for", lambda *_: None)
     torch.testing.assert_close(indexed.run(CPP.paged_attention), in_pages, atol=1e-5, rtol=1e-5)
 
