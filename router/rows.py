@@ -72,7 +72,7 @@ def row(
         pipeline=StepsInFlight(
             profile.pipeline_parallel_size, interval_share, gap_of(profile.pipeline_parallel_size, interval_share)
         ),
-        prompt_steps=PromptSteps.of(profile, cost),
+        prompt_steps=pace.prompt_steps,
         pages=_page_sizes(profile, live),
         refuses_late=profile.admission == "reject" and bool(num_streams or num_arriving or groups),
         turn_left=0.0,  # these two are computed by `grow_older` before each choice
@@ -207,6 +207,7 @@ class _Pace(NamedTuple):
     min_chunk: float
     chunk_s: float  # seconds that chunks take in a step beside the streams, at most
     lateness: float
+    prompt_steps: PromptSteps  # of a prompt beside no stream
 
 
 @dataclass(slots=True)
@@ -265,10 +266,11 @@ def _pace(
     if not num_streams:
         most = min(most, steps.max_chunk_s)
     if not meaning_of(profile.chunk_policy).fits_streams:
-        return _Pace(step, gap, shares, lent, min_chunk, most, lateness(gap, work.streams, classes))
+        return _Pace(step, gap, shares, lent, min_chunk, most, lateness(gap, work.streams, classes), steps)
     min_chunk = min(free_tokens(cost, step, 0, profile.min_chunk_tokens, alone=alone), min_chunk)
     chunk_s = max(gap * share / (1 - share), min_chunk * cost.per_prefill_token) if share < 1 else most
-    return _Pace(step, gap, shares, lent, min_chunk, min(chunk_s, most), lateness(gap, work.streams, classes))
+    late = lateness(gap, work.streams, classes)
+    return _Pace(step, gap, shares, lent, min_chunk, min(chunk_s, most), late, steps)
 
 
 def _future(

@@ -234,11 +234,13 @@ class SimulatedReplica:
         context = sum([part.start for part in batch.scheduled])
         end = flight.ends[0]
         adapters = adapter_work([part.request for part in batch.scheduled])
-        while more and end < due:
+        noise = self.noise.factor if self.noise.spread else None
+        while more and end < due:  # short: this runs for every step
             more = more - 1
             step = step + 1
             context = context + num_streams
-            end += cost.decode_step_seconds(num_streams, context, *adapters) * self.noise.factor(step)
+            seconds = cost.decode_step_seconds(num_streams, context, *adapters)
+            end += seconds if noise is None else seconds * noise(step)
             flight.ends.append(end)
         return len(flight.ends) > 1
 

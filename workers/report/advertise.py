@@ -4,7 +4,7 @@ A replica's own publisher, publisher.py, is the only source of both. live_profil
 """
 
 from bisect import bisect
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from crossdock.workers.report.answer import Answer
@@ -27,7 +27,6 @@ from crossdock.workers.report.live_profile import (
 )
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.admission import num_slots
-from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.request.request import Request, Status, TokenDelta, adapter_work
 from crossdock.workers.schedule.request.submission import Leg
 from crossdock.workers.schedule.scheduler import Scheduler
@@ -125,12 +124,12 @@ def _started_seconds(scheduler: Scheduler) -> float:
     return sum([scheduler.forecast.prefill_seconds(each) for each in started])
 
 
-def _ends(scheduler: Scheduler, wanted: Collection[int]) -> tuple[tuple[int, int], ...]:
+def _ends(scheduler: Scheduler, wanted: Collection[int], growths: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
     """Return, of the requests that are expected to end first, the tokens until then and the pages that it frees.
 
     An output longer than the mean says little about its own end. But so many requests end no faster than one in each
     part of a mean output, however their lengths vary. Requests whose pages are sent end elsewhere. `wanted`: cached
-    pages that requests which wait will keep."""
+    pages that requests which wait will keep. `growths`: growth pages of the requests that run, by owner."""
     table = scheduler.table
     mean = table.outputs.mean
     ends = [(_tokens_to_mean(table, each, mean), each) for each in table.running if each.leg is not Leg.SEND]
@@ -143,7 +142,7 @@ def _ends(scheduler: Scheduler, wanted: Collection[int]) -> tuple[tuple[int, int
     arriving = [owner for owner, request in table.awaited.items() if request.status is Status.RUNNING]
     owners = [*arriving, *(each.owner for _, each in first)]  # what arrives is there before a request ends
     freed = scheduler.pages.num_freed_in_turn(owners, wanted)[len(arriving) :]
-    return tuple([(left, now + table.num_growth_pages(each)) for (left, each), now in zip(first, freed, strict=True)])
+    return tuple([(left, now + growths[each.owner]) for (left, each), now in zip(first, freed, strict=True)])
 
 
 def _tokens_to_mean(table: RequestTable, request: Request, mean: float) -> int:
@@ -183,11 +182,12 @@ def _room(scheduler: Scheduler) -> Room:
     slots = [num_slots(table, priority) for priority in range(num_classes)]
     pages = [scheduler.pages.block_pool.num_available] * num_classes
     pool = scheduler.pages
-    needs = PageNeeds(pool.page_size, pool.windows, scheduler.config.max_num_batched_tokens, pool.state_pages)
+    needs = table.needs
+    growths = dict[str, int]()  # growth pages by owner
     for request in (*table.running, *table.held):
         if request.leg is not Leg.SEND:
             num_pages = scheduler.pages.num_held_by(request.owner)
-            growth = table.num_growth_pages(request)
+            growth = growths[request.owner] = table.num_growth_pages(request)
             for priority in range(num_classes):
                 pages[priority] += num_pages if priority < request.priority else -growth
     pages_now = [*pages]
@@ -224,7 +224,7 @@ def _room(scheduler: Scheduler) -> Room:
         tuple(pages_now),
         block_pool.num_empty,
         block_pool.cached.price(),
-        _ends(scheduler, wanted),
+        _ends(scheduler, wanted, growths),
         tuple(lacking),
         tuple(starting),
     )

@@ -50,6 +50,7 @@ class Forecast:
     interval_share: float = 1.0  # interval of steps / seconds of one, see `IntervalShare`; 1 where `depth` is 1
     encoding: Encoding = field(default_factory=lambda: Encoding(0))
     scored_factor: float = 1.0  # learnt: how many times as long a chunk takes that needs log-probabilities
+    _steps: tuple[StepCost, PromptSteps] | None = None  # of a prompt alone, and the cost that they follow from
     _queue: list[Request] = field(default_factory=list)  # the waiting requests at the last look
     _groups: "_Groups" = field(default_factory=dict)  # of these requests, those whose prompts are computed here
     _looked: tuple[StepCost | None, float, float] = (None, 0.0, 0.0)  # cost, interval share and step time at that look
@@ -208,7 +209,9 @@ class Forecast:
 
     def _chunk(self, cost: StepCost, start: int, end: int, adapter: float) -> float:
         """Return the tokens of a prompt, `[start, end)`, that a step computes without streams."""
-        return float(PromptSteps.of(self.table.config, cost).tokens(cost, cost.per_token((start + end) / 2, adapter)))
+        if self._steps is None or self._steps[0] is not cost:
+            self._steps = cost, PromptSteps.of(self.table.config, cost)
+        return float(self._steps[1].tokens(cost, cost.per_token((start + end) / 2, adapter)))
 
     def _rest(self, request: Request) -> tuple[int, int]:
         """Return first and last position of the uncached tokens of a request."""

@@ -5,7 +5,7 @@ Meier's product-limit estimator takes in both kinds. Where only ended outputs co
 would make all expected outputs short after a start.
 """
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -14,8 +14,8 @@ from crossdock.workers.schedule.request.request import Request
 RECENT = 256
 """Outputs that count beside twice as many as run. The longest must end while those that were begun with it count."""
 
-_Begun: TypeAlias = Request | tuple[int, bool]
-"""An output that runs; or how many tokens it had when it ended here, and whether it had all its tokens then."""
+_Ended: TypeAlias = tuple[int, bool]
+"""How many tokens an output had when it ended here, and whether it had all its tokens then."""
 
 
 @dataclass(slots=True)
@@ -26,8 +26,9 @@ class OutputLengths:
     that run now are longer than outputs are on average.
     """
 
-    _begun: dict[str, _Begun] = field(default_factory=dict)  # by owner, in order
-    _num_running: int = 0
+    _begun: dict[str, _Ended | None] = field(default_factory=dict)  # by owner, in order; None: it runs
+    _running: dict[str, Request] = field(default_factory=dict)  # of `_begun`, by owner
+    _ended: list[_Ended] = field(default_factory=list)  # of `_begun`, shortest first
     _is_known: bool = True  # whether the two below follow from what is known now
     _lengths: list[int] = field(default_factory=list)  # of outputs, shortest first
     _rests: list[float] = field(default_factory=list)  # tokens that an output of each length makes after these
@@ -36,17 +37,21 @@ class OutputLengths:
         """Note that an output begins, or goes on here."""
         if request.owner in self._begun or request.sampling.pooling is not None:
             return
-        self._begun[request.owner] = request
-        self._num_running += 1
-        while len(self._begun) > 2 * self._num_running + RECENT:
+        self._begun[request.owner] = None
+        self._running[request.owner] = request
+        while len(self._begun) > 2 * len(self._running) + RECENT:
             oldest = next(iter(self._begun))
-            self._num_running -= isinstance(self._begun.pop(oldest), Request)
+            if (ended := self._begun.pop(oldest)) is None:
+                del self._running[oldest]
+            else:
+                del self._ended[bisect_left(self._ended, ended)]
 
     def end(self, request: Request, *, is_whole: bool) -> None:
         """Note that an output ends. `is_whole`: it has all its tokens; else it might have gone on."""
-        if isinstance(self._begun.get(request.owner), Request):
-            self._begun[request.owner] = request.num_output_tokens, is_whole
-            self._num_running -= 1
+        if self._running.pop(request.owner, None) is not None:
+            ended = request.num_output_tokens, is_whole
+            self._begun[request.owner] = ended
+            insort(self._ended, ended)
 
     def grow(self) -> None:
         """Note that outputs have got tokens since they were looked at."""
@@ -64,26 +69,22 @@ class OutputLengths:
     @property
     def mean(self) -> float:
         """Return the expected tokens of a new output; 0 before one has ended."""
-        has_end = any(isinstance(each, tuple) and each[1] for each in self._begun.values())
+        has_end = any(is_whole for _, is_whole in self._ended)
         return self.expected_rest(0) if has_end else 0.0
 
     def _look(self) -> None:
         """Compute what outputs of each known length make after it, from the longest to the shortest."""
         self._is_known = True
-        known = [
-            (each.num_output_tokens, False) if isinstance(each, Request) else each for each in self._begun.values()
-        ]
-        known.sort(reverse=True)
-        lengths = list[int]()
+        known = [*self._ended, *[(request.num_output_tokens, False) for request in self._running.values()]]
+        known.sort()  # fast: most are in order
         rests = list[float]()
-        longer = known[0][0] if known else 0
+        longer = known[-1][0] if known else 0
         rest = float(longer)
-        for num_others, (length, is_whole) in enumerate(known, start=1):
+        for num_others, (length, is_whole) in enumerate(reversed(known), start=1):
             rest += longer - length
             if is_whole:
                 rest *= num_others / (num_others + 1)  # one more might be longer than all of them
-            lengths.append(length)
             rests.append(rest)
             longer = length
-        self._lengths = lengths[::-1]
+        self._lengths = [length for length, _ in known]
         self._rests = rests[::-1]

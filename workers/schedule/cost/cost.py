@@ -203,6 +203,8 @@ class StepCost(BaseModel, CostFormula[float]):
     def device_seconds(self, work: StepWork) -> float:
         """Return the predicted seconds of a step if launching its kernels took no time."""
         tokens, attended, decodes, context, drafts, chunk_context, adapters, adapted = work
+        if not (tokens or drafts):
+            return self.decode_step_seconds(decodes, context, adapters, adapted)
         logits = decodes + drafts
         seconds = self.chunks_seconds(tokens, attended, tokens + logits, chunk_context, drafts)
         return self._with_decodes(seconds, logits, self.context_seconds(context, decodes), adapters, adapted)
@@ -212,8 +214,9 @@ class StepCost(BaseModel, CostFormula[float]):
 
         `adapters`, `adapted`: as in `StepWork`.
         """
-        alone = self.chunks_seconds(0.0, 0.0, decodes, 0.0, 0.0)
-        return self._with_decodes(alone, decodes, self.context_seconds(context, decodes), adapters, adapted)
+        early = self.per_early_row * min(decodes, self.breakpoint_rows)
+        # The rest of `chunks_seconds` is zero. This runs for every step of a simulation.
+        return self._with_decodes(self.base + early, decodes, self.context_seconds(context, decodes), adapters, adapted)
 
     def _with_decodes(self, seconds: float, logits: float, read_s: float, adapters: float, adapted: float) -> float:
         """Return the seconds of a step that takes `seconds` without its decodes and drafts, `logits` in number.

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossdock.workers.schedule.cost.cost import NO_WORK, StepCost, StepWork
+from crossdock.workers.schedule.cost.cost import NO_WORK, AdapterWork, StepCost, StepWork
 from crossdock.workers.schedule.cost.cost_fit import StepCostFit, non_negative_solution
 from crossdock.workers.schedule.cost.formula import StepCosts
 
@@ -229,6 +229,17 @@ def test_decode_grows_little_beyond_the_tokens_that_an_indexer_chooses() -> None
     assert seconds(32_768) - seconds(2048) == pytest.approx(4 * 30_720 * 5e-9)
     assert CHOSEN.decode_step_seconds(4, 4 * 32_768) == pytest.approx(seconds(32_768))
     assert CHOSEN.context_seconds(32_768, 1) == pytest.approx(2048 * 1.5e-7 + 30_720 * 5e-9)
+
+
+@pytest.mark.parametrize(("count", "context"), [(1, 500), (3, 2000), (8, 24_000)])
+def test_step_of_decodes_alone_takes_what_the_terms_of_the_cost_say(count: int, context: int) -> None:
+    rows = {"breakpoint_rows": 4, "per_early_row": 3e-4, "per_adapter": 1e-9, "per_adapted": 2e-9}
+    cost = TRUTH.model_copy(update={**rows, "most_context": 1000, "per_far": 1e-8})
+    near = min(context, 1000 * count)
+    expected = 6e-3 + 3e-4 * min(count, 4) + 8e-4 * count + 1.5e-7 * near + 1e-8 * (context - near) + 1e-3 + 1.6e-2
+    assert cost.decode_step_seconds(count, context, 1e6, 8e6) == pytest.approx(expected)
+    streams = StepWork.of_streams(count, context, AdapterWork(1e6, 8e6))
+    assert cost.device_seconds(streams) == cost.seconds(streams) == pytest.approx(expected)
 
 
 def test_chunk_grows_little_beyond_the_tokens_that_an_indexer_chooses() -> None:
