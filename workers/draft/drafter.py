@@ -5,6 +5,8 @@ from typing import Protocol
 
 from crossdock.workers.draft.draft_model import DraftModel
 from crossdock.workers.draft.head_drafter import HeadDrafter
+from crossdock.workers.draft.mtp_head import MtpHead
+from crossdock.workers.draft.paged_eagle import PagedEagle
 from crossdock.workers.draft.prompt_lookup import PromptLookup
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
@@ -62,6 +64,10 @@ def new_drafter(config: SpeculativeConfig, target: LoadedModel) -> Drafter:
     """
     if config.method == "grammar":
         return NoDrafter()
+    memory = int(config.draft_kv_cache_memory)
     if config.method == "eagle3":
-        return HeadDrafter.load(config, target)
+        assert config.model is not None, "the configuration asks for it"
+        return HeadDrafter.of(PagedEagle.load(config.model, target), target, memory)
+    if config.method == "mtp":
+        return HeadDrafter.of(MtpHead.load(config.model, target), target, memory)
     return DraftModel.load(config, target) if config.method == "draft_model" else PromptLookup(config)

@@ -11,20 +11,15 @@ import logging
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Self
+from typing import Protocol, Self
 
 import torch
 from torch import Tensor
 
-from crossdock.workers.draft.eagle_head import EagleHead
+from crossdock.kvtransfer.layout import PoolLayout
 from crossdock.workers.draft.passes import MATCH, DraftPasses, draft_pages, new_stream
-from crossdock.workers.model.architecture import text_config
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.kv_pool import KVPool, one_layer
 from crossdock.workers.model.model import LoadedModel
-from crossdock.workers.model.sampling.sampler import argmax
-from crossdock.workers.model.weights.checkpoint import resolve_model
-from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.request.batch import Batch, Scheduled
 from crossdock.workers.schedule.request.request import Request
@@ -105,16 +100,49 @@ class _HeadStream:
         self.base = kept
 
 
+class DraftingHead(Protocol):
+    """Computes rows: from a state of the target, and the token after it, the token after that."""
+
+    @property
+    def width(self) -> int:
+        """Return the numbers of a state, H."""
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Return bytes that differ where states mean something else."""
+
+    def layout(self, page_size: int) -> PoolLayout:
+        """Return the layout of a page of so many tokens."""
+
+    def allocate(self, num_pages: int, page_size: int) -> None:
+        """Allocate the pages that `compute` reads and writes."""
+
+    @property
+    def reads_last_states(self) -> bool:
+        """Return whether `states_of` needs the target's last hidden states."""
+
+    def states_of(self, hidden: Tensor | None) -> Tensor:
+        """Return the states [T, H] of the target's newest step, as rows read them.
+
+        hidden: the target's last hidden states [T, E], valid until its next step; None: they were not asked for.
+        """
+
+    def compute(self, inputs: StepInputs, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute one pass over rows with `states` [T, H], in the target's dtype.
+
+        Returns the most probable token [N] after each wanted row, and the head's own states [N, H] there, which rows of
+        further drafts read.
+        """
+
+
 @dataclass(slots=True, eq=False)
 class HeadDrafter:
     """Drafts with one head, whose rows are in pages of its own."""
 
-    head: EagleHead
+    head: DraftingHead
     target: LoadedModel
     pages: PagePool
-    layers: Sequence[int]  # of the target, whose inputs the head reads
     clock: Callable[[], float] = time.perf_counter  # seconds
-    _pool: KVPool = field(default_factory=KVPool)
     _streams: dict[str, _HeadStream] = field(default_factory=dict)  # by request; those that drafted last come last
     _passes: DraftPasses = field(init=False)
     _name: bytes = field(init=False)  # differs where states mean something else
@@ -123,36 +151,20 @@ class HeadDrafter:
     _own_states: Tensor = field(init=False)  # [N, H] of the newest pass
 
     def __post_init__(self) -> None:
-        layout = one_layer(*self.head.kv_shape, self.pages.page_size, self.head.dtype)
-        self._pool.allocate([layout], [0], self.pages.num_pages, self.head.dtype, self.target.device)
+        self.head.allocate(self.pages.num_pages, self.pages.page_size)
         self._passes = DraftPasses(self._compute, self.pages, self.clock)
-        weights = self.head.fc.weight.cpu().view(torch.uint8).numpy().tobytes()
-        self._name = hashlib.blake2b(f"{self.layers}".encode() + weights, digest_size=_NAME_BYTES).digest()
+        self._name = hashlib.blake2b(self.head.fingerprint, digest_size=_NAME_BYTES).digest()
 
     @classmethod
-    def load(cls, config: SpeculativeConfig, target: LoadedModel) -> Self:
-        """Load the head onto the device of `target`, in the same dtype, and have `target` keep its states.
-
-        Raises:
-            ValueError: the head is not of this target, or of a form that is not computed here; or the target's states
-                cannot be taken; or the memory holds no page.
-        """
-        assert config.model is not None
-        head = EagleHead.load(resolve_model(config.model), target.dtype, target.device)
-        _check_fits(head, target, config.model)
-        layers = head.config.layers_of(target.num_hidden_layers)
-        target.tap_layers(layers)
-        pages = draft_pages(
-            int(config.draft_kv_cache_memory),
-            target.attention.page_multiple,
-            lambda size: one_layer(*head.kv_shape, size, head.dtype).page_bytes,
-        )
-        return cls(head, target, pages, layers)
+    def of(cls, head: DraftingHead, target: LoadedModel, memory: int) -> Self:
+        """Return a drafter whose pages take at most so many bytes. ValueError: these hold no page."""
+        multiple = target.attention.page_multiple
+        return cls(head, target, draft_pages(memory, multiple, lambda size: head.layout(size).page_bytes))
 
     def add(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Add a request. `token_ids` is its own list, prompt and output, which grows with each accepted token."""
         self.remove(request_id)
-        nothing = torch.empty(0, self.head.width, dtype=self.head.dtype, device=self.target.device)
+        nothing = torch.empty(0, self.head.width, dtype=self.target.dtype, device=self.target.device)
         self._streams[request_id] = _HeadStream(token_ids, new_stream(request_id), nothing)
 
     def remove(self, request_id: str) -> None:
@@ -189,12 +201,17 @@ class HeadDrafter:
                 )
             self._has_warned = True
             return
-        rows = torch.frombuffer(bytearray(handed[_NAME_BYTES:]), dtype=self.head.dtype).view(num_rows, -1)
+        rows = torch.frombuffer(bytearray(handed[_NAME_BYTES:]), dtype=self.target.dtype).view(num_rows, -1)
         stream.append(start, rows.to(self.target.device))
 
     @property
+    def reads_last_states(self) -> bool:
+        """Return whether `observe` needs the target's last hidden states."""
+        return self.head.reads_last_states
+
+    @property
     def _row_bytes(self) -> int:
-        return self.head.width * self.head.dtype.itemsize
+        return self.head.width * self.target.dtype.itemsize
 
     def match_length(self, request_id: str, forced: Sequence[int] = ()) -> int:
         """Return a match length: one constant for requests whose states are here, 0 for others, and after `forced`."""
@@ -205,9 +222,12 @@ class HeadDrafter:
         return self._passes.seconds(num_streams, num_tokens)
 
     @torch.inference_mode()
-    def observe(self, batch: Batch) -> None:
-        """Take the states of a computed step. The head's share of a chunk counts in the step's seconds."""
-        states = self.head.combined(self.target.layer_tap.take(self.layers))
+    def observe(self, batch: Batch, hidden: Tensor | None) -> None:
+        """Take the states of a computed step. The head's share of a chunk counts in the step's seconds.
+
+        hidden: see `DraftingHead.states_of`.
+        """
+        states = self.head.states_of(hidden)
         start = 0
         due = dict[str, int]()
         for part in batch.scheduled:
@@ -301,43 +321,8 @@ class HeadDrafter:
         """Return the token [N] of each wanted row."""
         states = self._states
         self._states = None
-        tensors = inputs.on(self.target.device)
         if states is None:
-            states = self.head.norm.weight.new_zeros(len(inputs.token_ids), self.head.width)
-        batch = inputs.attention(tensors)
-        attention = self.target.attention
-        k_pages, v_pages = self._pool.pages[0]
-
-        def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor | None:
-            attention.store_kv(k, v, k_pages, v_pages, batch.slots)
-            if not len(inputs.wanted):
-                return None
-            return attention.paged_attention(q, k_pages, v_pages, batch, scale=self.head.scale)
-
-        own = self.head.embed_tokens
-        embedding = self.target.module.get_input_embeddings() if own is None else own
-        embeddings = embedding(tensors.token_ids[None])[0]
-        logits, self._own_states = self.head(states, embeddings, tensors.positions, attend, tensors.wanted)
-        return self.head.tokens_of(argmax(logits))
-
-
-def _check_fits(head: EagleHead, target: LoadedModel, name: str) -> None:
-    """Check that a head is of this target. ValueError: it is not, or ranks divide the embedding that it would read."""
-    width = text_config(target.config).hidden_size
-    config = head.config
-    if (config.target_hidden_size, config.layer.vocab_size) != (width, target.vocab_size):
-        raise ValueError(
-            f"model: {name} is a head for hidden states of {config.target_hidden_size} numbers and a vocabulary of "
-            f"{config.layer.vocab_size} tokens; the model that is served has {width} and {target.vocab_size}"
-        )
-    if head.embed_tokens is not None:
-        return
-    if head.width != width:
-        raise ValueError(f"model: {name} has no embed_tokens, and its width is {head.width}, not the target's {width}")
-    if target.part.position.tensor_size > 1:
-        embedding = target.module.get_input_embeddings()
-        if embedding.weight.shape[0] != target.vocab_size:
-            raise ValueError(
-                f"model: {name} has no embed_tokens, and the ranks of this model divide its own among them: "
-                f"tensor_parallel_size must be 1, or the head must have embed_tokens"
-            )
+            shape = len(inputs.token_ids), self.head.width
+            states = torch.zeros(shape, dtype=self.target.dtype, device=self.target.device)
+        tokens, self._own_states = self.head.compute(inputs, states)
+        return tokens

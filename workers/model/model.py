@@ -88,6 +88,14 @@ class LoadedModel(Network):
         decoder = text_config(self.config)
         return float(decoder.index_topk) if is_indexed(decoder) else NO_LIMIT
 
+    @property
+    def has_whole_embedding(self) -> bool:
+        """Return whether this rank holds the embeddings of all tokens."""
+        position = self.part.position
+        if not position.is_first_stage:
+            return False
+        return position.tensor_size == 1 or len(self.module.get_input_embeddings().weight) == self.vocab_size
+
     def tap_layers(self, layers: Sequence[int]) -> None:
         """Have forward passes keep the hidden states that enter `layers`, for `layer_tap.take`.
 
@@ -126,6 +134,7 @@ class LoadedModel(Network):
         pictures: PictureRows | None = None,
         states: tuple[Tensor, Tensor] | None = None,
         adapters: RowAdapters | None = None,
+        entering: Tensor | None = None,
     ) -> Tensor:
         """Compute one flat batch. Keys and values go to the pages named by `batch`.
 
@@ -133,7 +142,7 @@ class LoadedModel(Network):
         positions: [T] int64. rows: [N] int64, the rows of the T whose logits are wanted. Returns [N, vocab] in the
         model's dtype; [0, vocab] on a stage that others follow. `pictures`: rows that are no tokens' embeddings.
         `states`: the pages of the recurrent states that the step reads, and those that it writes, [S, n] int32 each.
-        `adapters`: of its rows.
+        `adapters`: of its rows. `entering`: what the first layer gets in the place of embeddings, [T, E].
         """
         if pictures is not None:
             batch = replace(batch, key_end=pictures.key_end)
@@ -150,7 +159,7 @@ class LoadedModel(Network):
             adapters=adapters,
             layer_tap=self.layer_tap,
         )
-        return self.run(context, token_ids, positions, rows)
+        return self.run(context, token_ids, positions, rows, entering=entering)
 
     def _step_states(self, batch: AttentionBatch, states: tuple[Tensor, Tensor] | None) -> StepStates | None:
         """Return where a step keeps its recurrent states; None: the model has no recurrent layers."""

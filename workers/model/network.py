@@ -56,10 +56,12 @@ class Network:
         positions: Tensor,
         rows: Tensor,
         dtype: torch.dtype | None = None,
+        entering: Tensor | None = None,
     ) -> Tensor:
         """Compute one flat batch with `context` for its attention; see `logits` and `LoadedModel.forward`.
 
-        positions: [T], or [3, T] of a model with positions in time, height and width.
+        positions: [T], or [3, T] of a model with positions in time, height and width. entering: [T, E] in the place of
+        the tokens' embeddings.
         """
         context = replace(context, attention_chunks=self.attention_chunks, positions=positions)
         with entered(context):
@@ -69,6 +71,8 @@ class Network:
             pictures = context.pictures if self.part.position.is_first_stage else None
             if pictures is not None and len(pictures.rows):
                 inputs["inputs_embeds"] = self._embedded(token_ids, pictures)
+            if entering is not None:
+                inputs["inputs_embeds"] = entering[None]
             return self.logits(token_ids, dtype, **inputs)
 
     def _embedded(self, token_ids: Tensor, pictures: PictureRows) -> Tensor:

@@ -150,7 +150,7 @@ def test_longer_drafts_and_more_streams_are_predicted_to_take_longer(tmp_path: P
     drafter = drafter_of(engine_of(speculative_config=head_config(write_head(tmp_path, module()))))
     assert drafter.seconds(0, 0) == 0
     assert 0 < drafter.seconds(1, 1) < drafter.seconds(1, 4) <= drafter.seconds(8, 4)
-    assert drafter.head.config.layer.vocab_size == VOCAB_SIZE
+    assert drafter.target.vocab_size == VOCAB_SIZE
 
 
 def test_head_of_fused_layers_without_an_embedding_drafts_as_in_plain_torch(tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ HARMLESS: Mapping[str, str] = {
     "time_step_max": "training alone",
     "time_step_min": "training alone",
     "time_step_rank": "training alone",
-    "*mtp*": "layers that guess further tokens, which are not used",
+    "*mtp*": "layers that guess further tokens, which method mtp alone reads",
     "max_window_layers": "which layers have a window, where sliding_window is read",
     "initial_context_length": "a length of the original training, which rope_parameters has",
     "n_ctx": "a length; n_positions counts",

@@ -7,10 +7,10 @@ renaming and merging run here first, over tensors that have names, dtypes and sh
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from transformers import PretrainedConfig
@@ -33,6 +33,10 @@ from crossdock.workers.model.weights.untrusted import naming
 
 _EXPERTS = re.compile(r"\.experts\.(gate_up|gate|up|down)_proj$")  # those that are one parameter
 _MOST_NAMED = 3  # tensors of one kind of fault
+
+ChosenTensors: TypeAlias = Callable[[Mapping[str, StoredTensor]], dict[str, StoredTensor]]
+"""Returns those tensors of a checkpoint that belong to a part of its model, by the names that this part has for them.
+"""
 
 
 class NamedTensors:
@@ -137,16 +141,20 @@ def check_tensors(
     path: Path,
     dtype: torch.dtype,
     scheme: Scheme,
+    chosen: ChosenTensors | None = None,
 ) -> NamedTensors:
     """Check that the files in `path` hold every tensor of the model, of its shape and kind, and no other.
 
-    `model_class` is one of transformers' auto classes. `scheme`: of the weights once they are loaded.
+    `model_class` is one of transformers' auto classes. `scheme`: of the weights once they are loaded. `chosen`: see
+    `ChosenTensors`; None: all tensors.
 
     Raises:
         OSError: there are no weights in safetensors.
         ValueError: some tensors are others; the message names them.
     """
     stored = stored_in(config, path, PLAIN if scheme.is_made_at_load else scheme)
+    if chosen is not None:
+        stored = stored._replace(tensors=chosen(stored.tensors))
     unread = [f"{key} ({each.dtype})" for key, each in stored.tensors.items() if each.dtype not in DTYPES]
     if unread or stored.faults:
         raise ValueError(_message(path, {"of a dtype that is not read": unread, "of another kind": stored.faults}))

@@ -52,7 +52,13 @@ from crossdock.workers.model.weights.scheme import (
     scheme_of,
 )
 from crossdock.workers.model.weights.stored_tensors import PackedTensor
-from crossdock.workers.model.weights.tensor_check import NamedTensors, check_tensors, expert_of, is_classifier
+from crossdock.workers.model.weights.tensor_check import (
+    ChosenTensors,
+    NamedTensors,
+    check_tensors,
+    expert_of,
+    is_classifier,
+)
 from crossdock.workers.model.weights.untrusted import naming, read_config_file
 from crossdock.workers.model.weights.weight_probe import check_products
 
@@ -92,12 +98,14 @@ def load_weights(
     device: str = "cpu",
     load_format: LoadFormat = "auto",
     scheme: Scheme | None = None,
+    chosen: ChosenTensors | None = None,
 ) -> tuple[Any, ModelPart | None]:
     """Load the weights in `path`. Returns transformers' model, and the part of it that `cut` returned.
 
     `cut` gets the model while it is on the meta device, and leaves what is to be loaded; None: all. Plain tensors go
     to `device` one by one, so that the host never holds a GPU's weights; a checkpoint with packed matrices comes to
     the host. `load_format` names who reads the files. `scheme`: made at load from plain files; None: that of the files.
+    `chosen`: the tensors in the files that are the model's, where these are a part of a larger one; None: all.
 
     Raises:
         CannotCut: `cut` cannot divide the model so.
@@ -112,9 +120,9 @@ def load_weights(
         options["device_map"] = {"": device}
     try:
         with _LOADING:
-            named = check_tensors(auto_model(config), plain_config, path, dtype, scheme)
+            named = check_tensors(auto_model(config), plain_config, path, dtype, scheme, chosen)
             is_read_by_transformers = load_format in ("auto", "safetensors") and origin_of(path) is None
-            if cut is None and is_plain and is_read_by_transformers:
+            if cut is None and chosen is None and is_plain and is_read_by_transformers:
                 module = _load_whole(config, path, **options)
                 part = None
             else:

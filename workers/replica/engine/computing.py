@@ -76,7 +76,8 @@ def _executor(
         drafter = new_drafter(speculative, model)
         speculation = Speculation(speculative, drafter, sampler)
         if isinstance(drafter, HeadDrafter):
-            _check_eager(model, config)
+            if not drafter.reads_last_states:
+                _check_eager(model, config)
             head = drafter
     if worker_group is None:  # else its ranks have chosen them together
         model = choose_groups(model, config)

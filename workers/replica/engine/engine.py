@@ -87,8 +87,7 @@ class Engine:
             max_loras=0 if executor.adapters is None else executor.config.max_loras,
             row_tile=executor.row_tile,
         )
-        on_computed = None if self.head is None else self.head.observe
-        self.pipeline = Pipeline(executor.runner, executor.sampler, clock, executor.is_ahead, on_computed=on_computed)
+        self.pipeline = Pipeline(executor.runner, executor.sampler, clock, executor.is_ahead, head=self.head)
 
     @property
     def model(self) -> "LoadedModel":

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from crossdock.workers.replica.engine.executor import Drawn, StepRunner, TokenSampler
 from crossdock.workers.replica.ranks.step_deadline import StepDeadline
@@ -54,6 +54,20 @@ class FinishedStep(NamedTuple):
     picture_failures: Mapping[bytes, ItemFailure] = {}  # of pictures that it read, by content hash
 
 
+class StepReader(Protocol):
+    """Reads hidden states of each step: a head that drafts from them."""
+
+    @property
+    def reads_last_states(self) -> bool:
+        """Return whether `observe` needs the last hidden states of a step."""
+
+    def observe(self, batch: Batch, hidden: Any) -> None:
+        """Take a computed step.
+
+        hidden: its last hidden states [T, E], valid until the next step; None: they were not asked for.
+        """
+
+
 @dataclass(slots=True, eq=False)
 class Pipeline:
     """The steps in flight on one model, oldest first."""
@@ -63,7 +77,7 @@ class Pipeline:
     clock: Callable[[], float]  # seconds
     is_ahead: bool  # steps begin before the host has the tokens of the step before
     deadline: StepDeadline | None = None  # told of every step; None: calls between ranks have a deadline of their own
-    on_computed: Callable[[Batch], None] | None = None  # takes what a head reads of each step, before it is sampled
+    head: StepReader | None = None  # reads hidden states of each step, before it is sampled
     _steps: deque[StepInFlight] = field(default_factory=deque)
     _ended: float = 0.0  # when the last step did
 
@@ -195,13 +209,15 @@ class Pipeline:
     ) -> tuple[Any, list[range]]:
         """Compute a step as `Runner.finish` does. Hand over its hidden states: of prompts that want a vector, and those
         that a head reads."""
-        if batch.wants_vectors:
+        hidden = None
+        if batch.wants_vectors or (self.head is not None and self.head.reads_last_states):
             computed, hidden = self.runner.finish_pooled(inputs, previous_tokens)
-            self.sampler.pool(batch, hidden)
         else:
             computed = self.runner.finish(inputs, previous_tokens)
-        if self.on_computed is not None:
-            self.on_computed(batch)
+        if batch.wants_vectors:
+            self.sampler.pool(batch, hidden)
+        if self.head is not None:
+            self.head.observe(batch, hidden)
         return computed
 
     def _sample(self, batch: Batch, logits: Any, rows: Sequence[range]) -> Mapping[str, SampledToken]:

@@ -4,13 +4,15 @@ from typing import Any, Literal, TypeAlias
 
 from pydantic import BaseModel, ByteSize, ConfigDict, Field, model_validator
 
-Method: TypeAlias = Literal["ngram", "suffix", "draft_model", "eagle3", "grammar"]
+Method: TypeAlias = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "grammar"]
 
-METHODS: tuple[Method, ...] = ("ngram", "suffix", "draft_model", "eagle3", "grammar")
-_OTHER_HEADS = ("eagle", "mtp", "medusa", "mlp_speculator")
+METHODS: tuple[Method, ...] = ("ngram", "suffix", "draft_model", "eagle3", "mtp", "grammar")
+_OTHER_HEADS = ("eagle", "medusa", "mlp_speculator")
+_NAMES_OF_MTP = ("deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp", "qwen3_5_mtp")
+"""vLLM's older names of method mtp, by the families whose heads are computed."""
 _FIELDS_OF_OTHERS = {  # field: the methods that read it
-    "model": ("draft_model", "eagle3"),
-    "draft_kv_cache_memory": ("draft_model", "eagle3"),
+    "model": ("draft_model", "eagle3", "mtp"),
+    "draft_kv_cache_memory": ("draft_model", "eagle3", "mtp"),
     "prompt_lookup_min": ("ngram",),
     "prompt_lookup_max": ("ngram",),
 }
@@ -24,8 +26,8 @@ class SpeculativeConfig(BaseModel):
     method: Method = Field(
         description="ngram: the longest of the last tokens that the text has had before, and what followed there; "
         "suffix: the same with a match of any length; draft_model: a small model with the same vocabulary; eagle3: a "
-        "head that reads the hidden states of three layers; grammar: only what a request's grammar dictates, which "
-        "every other method drafts too."
+        "head that reads the hidden states of three layers; mtp: the head that the model's own checkpoint brings; "
+        "grammar: only what a request's grammar dictates, which every other method drafts too."
     )
     num_speculative_tokens: int = Field(8, ge=1, le=64, description="Most drafts of one stream in a step.")
     adaptive: bool = Field(
@@ -38,10 +40,13 @@ class SpeculativeConfig(BaseModel):
         None,
         min_length=1,
         json_schema_extra={"format": "model"},
-        description="draft_model, eagle3: directory or hub name of the small model, or of the head.",
+        description="draft_model, eagle3: directory or hub name of the small model, or of the head; mtp: of a "
+        "checkpoint of the same model that has the head, if the served one has none.",
     )
     draft_kv_cache_memory: ByteSize = Field(
-        ByteSize(256 << 20), gt=0, description="draft_model, eagle3: memory for KV pages of what drafts. Not in vLLM."
+        ByteSize(256 << 20),
+        gt=0,
+        description="draft_model, eagle3, mtp: memory for KV pages of what drafts. Not in vLLM.",
     )
 
     draft_tensor_parallel_size: Literal[1] = Field(
@@ -64,6 +69,9 @@ class SpeculativeConfig(BaseModel):
                     f"method must be one of {', '.join(METHODS)}; or give model, a small model to draft with"
                 )
             values["method"] = "draft_model"  # as in vLLM, where `model` may name a lookup too
+        method = values["method"]
+        if method in _NAMES_OF_MTP:
+            values["method"] = "mtp"
         _check_method(values)
         least = values.get("prompt_lookup_min")
         most = values.get("prompt_lookup_max")
@@ -91,8 +99,8 @@ def _check_method(values: dict[str, object]) -> None:
     method = values["method"]
     if method in _OTHER_HEADS or (isinstance(method, str) and method.endswith("_mtp")):
         raise ValueError(
-            f"method {method!r} is not supported: heads of this kind are not computed here, and checkpoints are loaded "
-            f"without them; accepted are {', '.join(METHODS)}"
+            f"method {method!r} is not supported: heads of this kind are not computed here; accepted are "
+            f"{', '.join(METHODS)}"
         )
     if method not in METHODS:
         raise ValueError(f"method {method!r} is not supported; accepted are {', '.join(METHODS)}")

@@ -1,4 +1,4 @@
-"""A head of EAGLE-3 in two pools: the first decode step drafts, from states that came with the prompt's pages."""
+"""A head in two pools: the first decode step drafts, from states that came with the prompt's pages."""
 
 import asyncio
 import logging
@@ -10,9 +10,12 @@ import pytest
 from crossdock.workers.draft.head_drafter import MOST_KEPT
 from tests.workers.architectures import build
 from tests.workers.draft.eagle_reference import LAYERS, EagleReference, write_head
+from tests.workers.draft.mtp_reference import plain, target_of, write_checkpoint
 from tests.workers.draft.noted_heads import drafter_of, head_config, noting
 from tests.workers.ranks import Ranks, saved
+from tests.workers.replica.engines import tokens_of
 from tests.workers.replica.sides import Side, closing, prompts, ship, submission
+from tests.workers.replica.speculating import History, engine_of, serve
 from tests.workers.worker_groups import engine_of_ranks
 
 NUM_TOKENS = 16
@@ -101,3 +104,24 @@ async def test_states_travel_between_replicas_of_unequal_ranks(
             assert [await ship(prefill, decode, work) for work in works] == wanted
     lengths = {len(text) for text, _ in noted.notes}
     assert {len(text) + 1 for text in TEXTS} <= lengths, "each stream drafts in its first decode step"
+
+
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5_text"])
+async def test_first_decode_step_drafts_from_the_last_states_of_an_mtp_head(tmp_path: Path, name: str) -> None:
+    """Latents travel with the pages of one model, recurrent states with those of the other."""
+    config = head_config(write_checkpoint(tmp_path, name), 3, method="mtp")
+    texts = [text for text in prompts()[:8] if len(text) < 100]
+    works = [submission(text, NUM_TOKENS) for text in texts]
+    reference = serve(engine_of(target=target_of(name)), History(works, [0] * len(works), {}))[0]
+    answers = {each: tokens_of(deltas) for each, deltas in reference.items()}
+    engines = [
+        engine_of(target=target_of(name), speculative_config=config, max_num_batched_tokens=80) for _ in range(2)
+    ]
+    async with closing(*(Side("tcp", engine=engine) for engine in engines)) as (prefill, decode):
+        noted = noting(decode.engine, answers)
+        assert await asyncio.gather(*(ship(prefill, decode, work) for work in works)) == list(answers.values())
+    for text in texts:
+        notes = [note for note in noted.notes if note[0][: len(text)] == text]
+        assert len(notes[0][0]) == len(text) + 1, "of the first decode step"
+        for whole, drafts in notes:
+            assert drafts == plain(name).drafts(whole, len(drafts), max(len(text) - MOST_KEPT, 0))

@@ -20,6 +20,12 @@ def test_vllm_config_of_a_head_is_accepted() -> None:
     assert SpeculativeConfig.model_validate(given).model_dump(include=set(given)) == given
 
 
+@pytest.mark.parametrize("method", ["mtp", "deepseek_mtp", "glm4_moe_mtp", "qwen3_next_mtp", "qwen3_5_mtp"])
+def test_vllm_names_of_the_head_in_a_checkpoint_are_one_method(method: str) -> None:
+    config = SpeculativeConfig.model_validate({"method": method, "num_speculative_tokens": 1})
+    assert (config.method, config.model, config.num_speculative_tokens) == ("mtp", None, 1)
+
+
 def test_model_alone_means_draft_model() -> None:
     assert SpeculativeConfig(model="org/small", num_speculative_tokens=4).method == "draft_model"
 
@@ -35,7 +41,7 @@ def test_one_bound_of_the_match_is_both_as_in_vllm(given: dict[str, int], both: 
     [
         ({}, [*METHODS, "model"]),
         ({"method": "medusa"}, ["medusa", *METHODS, "heads of this kind"]),
-        ({"method": "deepseek_mtp"}, ["deepseek_mtp", *METHODS, "heads of this kind"]),
+        ({"method": "ernie_mtp"}, ["ernie_mtp", *METHODS, "heads of this kind"]),
         ({"method": "guess"}, ["guess", *METHODS]),
         ({"method": 3}, ["3", *METHODS]),
         ({"method": "draft_model"}, ["model", "directory", "small model"]),

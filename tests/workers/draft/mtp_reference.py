@@ -1,0 +1,124 @@
+"""Checkpoints with a random MTP head, and what it drafts in transformers' own `MtpModel`: whole texts, no pages."""
+
+import re
+from collections.abc import Iterator, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.modeling_layers import MtpModel
+from transformers.utils import logging
+
+from tests.workers.architectures import SERVED, build
+from tests.workers.ranks import saved
+from tests.workers.replica.speculating import MAX_MODEL_LEN, VOCAB_SIZE
+
+logging.disable_progress_bar()
+
+_NUMBERED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")  # whose head is one more layer of `layers`
+_QWEN = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
+
+
+def target_of(name: str) -> PreTrainedModel:
+    """Return a tiny random model, the same for each call."""
+    return build(name, SERVED[name] | {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_MODEL_LEN})
+
+
+@cache
+def plain(name: str) -> "MtpReference":
+    """Return the model of `target_of` with a random head, in transformers alone."""
+    return MtpReference(target_of(name))
+
+
+class MtpReference:
+    """A model with a random head, whose attention is its own."""
+
+    def __init__(self, target: PreTrainedModel) -> None:
+        self.target: Any = target
+        decoder: Any = target.config.get_text_config(decoder=True)
+        decoder.num_mtp_layers = 1
+        if getattr(decoder, "layer_types", None):
+            decoder.mtp_layer_types = ["full_attention"]
+        if getattr(decoder, "mlp_layer_types", None):
+            decoder.mtp_mlp_layer_types = ["sparse"]
+        self.head: Any = MtpModel(target, 1)
+        draw = torch.Generator().manual_seed(7)
+        for name, parameter in self.head.layers.named_parameters():
+            noise = torch.randn(parameter.shape, generator=draw)
+            parameter.data = parameter.data + 0.2 * noise if "norm" in name else 0.2 * noise
+
+    @torch.inference_mode()
+    def drafts(self, tokens: Sequence[int], count: int, first: int = 0) -> list[int]:
+        """Return so many drafts after `tokens`. `first`: position of the first state that the head sees."""
+        text = torch.tensor(tokens)
+        states = self.target.model(text[None], use_cache=False).last_hidden_state[:, first:-1]
+        nexts, drafts = text[None, first + 1 :], list[int]()
+        for _ in range(count):
+            positions = torch.arange(nexts.shape[1])[None]
+            own = self.head.forward_layer(0, states, positions, None, input_ids=nexts)
+            drafts.append(int(self.target.lm_head(own[0, -1]).argmax()))
+            states, nexts = torch.cat([states, own[:, -1:]], 1), torch.cat([nexts, torch.tensor([drafts[-1:]])], 1)
+        return drafts
+
+    def put(self, name: str, weight: Tensor) -> None:
+        """Replace a matrix of the head, called `name` in a checkpoint with numbered layers and single experts."""
+        path = re.sub(r"^model\.layers\.\d+\.", "", name)
+        own: Any = self.head.layers[0]
+        expert = re.fullmatch(r"(.+\.experts)\.(\d+)\.(gate|up|down)_proj\.weight", path)
+        if expert is None:
+            is_before = path.startswith("eh_proj")
+            (own if is_before else own.mtp_block).get_parameter(path).data = weight
+            return
+        experts = own.mtp_block.get_submodule(expert[1])
+        merged = experts.down_proj if expert[3] == "down" else experts.gate_up_proj
+        rows = merged.data[int(expert[2])]
+        parts = rows.chunk(2) if expert[3] != "down" else [rows]
+        parts[expert[3] == "up"].copy_(weight)
+
+    def tensors(self, *, is_stacked: bool = False) -> dict[str, Tensor]:
+        """Return the head's tensors as checkpoints name them. `is_stacked`: experts are one tensor."""
+        config = self.target.config
+        numbered = config.model_type in _NUMBERED
+        found = dict[str, Tensor]()
+        for name, tensor in _per_expert(self.head.layers[0].state_dict(), is_stacked):
+            part, _, rest = name.partition(".")
+            if numbered:
+                own = "shared_head.norm.weight" if part == "post_norm" else name.removeprefix("mtp_block.")
+                found[f"model.layers.{config.num_hidden_layers}.{own}"] = tensor.clone()
+            else:
+                own = f"layers.0.{rest}" if part == "mtp_block" else f"{_QWEN[part]}.{rest}"
+                found[f"mtp.{own}"] = tensor.clone()
+        if numbered:
+            for each in ("embed_tokens", "shared_head.head"):
+                found[f"model.layers.{config.num_hidden_layers}.{each}.weight"] = torch.zeros(VOCAB_SIZE, 48)
+        return found
+
+
+def _per_expert(tensors: dict[str, Tensor], is_stacked: bool) -> Iterator[tuple[str, Tensor]]:
+    """Yield tensors by name, those of experts one by one."""
+    for name, tensor in tensors.items():
+        merged = re.fullmatch(r"(.+\.experts)\.(gate_up|down)_proj", name)
+        if merged is None or is_stacked:
+            yield name, tensor
+            continue
+        for number, expert in enumerate(tensor):
+            parts = zip(("gate", "up"), expert.chunk(2), strict=True) if merged[2] == "gate_up" else [("down", expert)]
+            for part, each in parts:
+                yield f"{merged[1]}.{number}.{part}_proj.weight", each
+
+
+def write_checkpoint(folder: Path, name: str, *, is_stacked: bool = False) -> Path:
+    """Write the model of `target_of` with its head."""
+    saved(target_of(name), folder)
+    add_tensors(folder, plain(name).tensors(is_stacked=is_stacked))
+    return folder
+
+
+def add_tensors(folder: Path, tensors: dict[str, Tensor]) -> None:
+    """Write further tensors into a checkpoint of one file."""
+    file = folder / "model.safetensors"
+    save_file(load_file(file) | tensors, file, metadata={"format": "pt"})

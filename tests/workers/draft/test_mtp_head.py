@@ -1,0 +1,273 @@
+"""The MTP head of a checkpoint drafts what transformers' own does, and an engine with it gives the tokens without."""
+
+import json
+import random
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
+
+from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.weights.weights import load_weights, read_config
+from crossdock.workers.schedule.request.request import TokenDelta
+from crossdock.workers.schedule.request.submission import SamplingParams, Submission
+from tests.sweeps import rest_in_soak
+from tests.workers.architectures import SERVED, build
+from tests.workers.draft.mtp_reference import MtpReference, add_tensors, plain, target_of, write_checkpoint
+from tests.workers.draft.noted_heads import Noted, head_config, noting
+from tests.workers.quantised import CASES
+from tests.workers.ranks import Ranks, saved
+from tests.workers.replica.engines import tokens_of
+from tests.workers.replica.speculating import (
+    MAX_MODEL_LEN,
+    NUM_REQUESTS,
+    VOCAB_SIZE,
+    History,
+    check_request,
+    engine_of,
+    serve,
+)
+from tests.workers.worker_groups import engine_of_ranks
+
+FAMILIES = ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"]
+ANSWERS = ["deepseek_v3", "qwen3_5_text"]
+
+
+def mtp_config(folder: Path | None, num_tokens: int = 4, **others: Any) -> dict[str, Any]:
+    """Return the settings of the head in a checkpoint that always drafts as many tokens. None: the served model's."""
+    config = head_config(folder or Path(), num_tokens, method="mtp", **others)
+    return config if folder else config | {"model": None}
+
+
+@cache
+def without(name: str, seed: int) -> dict[str, list[TokenDelta]]:
+    """Return the deltas of a history's requests from an engine without drafts, with pages for all and no abort."""
+    history = History.random(seed, NUM_REQUESTS)
+    return serve(engine_of(target=target_of(name)), History(history.works, history.arrivals, {}))[0]
+
+
+def check_drafts(noted: Noted, oracle: MtpReference, least: float = 1.0, first: int = 0) -> None:
+    """Check that at least such a share of the noted drafts, every third one, is the oracle's."""
+    assert len(noted.notes) > 30
+    same = [drafts == oracle.drafts(text, len(drafts), first) for text, drafts in noted.notes[::3]]
+    assert sum(same) >= least * len(same)
+
+
+@pytest.mark.parametrize("name", rest_in_soak(FAMILIES, *ANSWERS, "glm4_moe", "qwen3_next"))
+def test_head_in_an_engine_drafts_as_transformers_at_every_step(tmp_path: Path, name: str) -> None:
+    """Prompts come in chunks, streams join and leave, and some drafts are accepted, others not."""
+    folder, reference, history = write_checkpoint(tmp_path, name), without(name, 5), History.random(5, NUM_REQUESTS)
+    settings = {"enable_prefix_caching": False, "max_num_batched_tokens": 40, "max_num_seqs": 4}
+    engine = engine_of(target=target_of(name), speculative_config=mtp_config(folder), **settings)
+    noted = noting(engine, {name: tokens_of(deltas) for name, deltas in reference.items()})
+    found, _ = serve(engine, History(history.works, history.arrivals, {}))
+    for request, deltas in reference.items():
+        check_request(found[request], deltas, was_aborted=False)
+    check_drafts(noted, plain(name))
+    assert noted.head.pages.block_pool.num_available == noted.head.pages.num_pages, "none is left behind"
+
+
+@pytest.mark.parametrize("name", ANSWERS)
+@pytest.mark.parametrize("seed", rest_in_soak([0, 1, 2, 3], 1))
+def test_any_history_with_a_head_gives_the_tokens_without(tmp_path: Path, name: str, seed: int) -> None:
+    """With few pages requests are preempted and computed again; with prefixes in pages, states are missing."""
+    draw, reference = random.Random(seed), without(name, seed)
+    target = wrap_module(target_of(name))
+    least = MAX_MODEL_LEN // 16 + 2 * target.state_pages(16)
+    config: dict[str, Any] = {
+        "speculative_config": mtp_config(write_checkpoint(tmp_path, name), draw.choice([1, 3, 6])),
+        "max_num_batched_tokens": draw.choice([24, 40, 80]),
+        "max_num_seqs": draw.choice([2, 4, 8]),
+        "num_pages": draw.choice([0, 2, 92]) + least,
+    }
+    engine = engine_of(target=target_of(name), **config)
+    noting(engine, {name: tokens_of(deltas) for name, deltas in reference.items()})
+    found, aborted = serve(engine, History.random(seed, NUM_REQUESTS))
+    for request, deltas in reference.items():
+        check_request(found[request], deltas, request in aborted)
+    assert engine.scheduler.verification is not None
+    assert sum(engine.scheduler.verification.totals.num_accepted_at) > 5
+
+
+def test_head_without_states_of_a_cached_prefix_drafts_from_the_states_after_it(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path, "deepseek_v3")
+    engine = engine_of(target=target_of("deepseek_v3"), speculative_config=mtp_config(folder))
+    prompt = [3 + 5 * number % 250 for number in range(50)]
+    works = [Submission(name, prompt, SamplingParams(max_tokens=20, ignore_eos=True)) for name in ("first", "second")]
+    answer = tokens_of(serve(engine_of(target=target_of("deepseek_v3")), History(works[:1], [0], {}))[0]["first"])
+    noted = noting(engine, {"first": answer, "second": answer})
+    found, _ = serve(engine, History(works[:1], [0], {}))
+    noted.notes.clear()
+    found |= serve(engine, History(works[1:], [0], {}))[0]
+    assert tokens_of(found["first"]) == tokens_of(found["second"]) == answer
+    assert found["second"][0].num_cached_tokens == 48
+    assert len(noted.notes) > 3
+    for text, drafts in noted.notes:
+        assert drafts == plain("deepseek_v3").drafts(text, len(drafts), first=48)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_5_moe_text"])
+def test_served_checkpoint_brings_its_own_head(tmp_path: Path, name: str) -> None:
+    """The experts of one are a tensor each, those of the other are one tensor. No draft is ever changed here."""
+    folder = write_checkpoint(tmp_path, name, is_stacked=name != "glm4_moe")
+    target, _ = load_weights(read_config(folder), folder, torch.float32)
+    settings = {"speculative_config": mtp_config(None), "enable_prefix_caching": False}
+    engine = engine_of(target=target, **settings)
+    greedy = SamplingParams(max_tokens=24, temperature=0.0)
+    works = [Submission(f"{number}", [5 + 7 * number] * (9 + number), greedy) for number in range(3)]
+    history = History(works, [0, 1, 2], {})
+    reference = serve(engine_of(target=target_of(name)), history)[0]
+    noted = noting(engine, {name: tokens_of(deltas) for name, deltas in reference.items()})
+    found, _ = serve(engine, history)
+    assert {each: tokens_of(found[each]) for each in found} == {each: tokens_of(reference[each]) for each in reference}
+    check_drafts(noted, plain(name))
+
+
+def test_checkpoint_with_an_encoder_of_pictures_brings_its_head(tmp_path: Path) -> None:
+    """Published checkpoints of Qwen3.5 are such: the decoder is a part of the model, and the head is beside both."""
+    target, oracle = _with_encoder(), MtpReference(_with_encoder())
+    folder = saved(target, tmp_path)
+    add_tensors(folder, oracle.tensors())
+    assert "model.language_model.embed_tokens.weight" in load_file(folder / "model.safetensors")
+    history = History.random(5, NUM_REQUESTS)
+    history = History(history.works, history.arrivals, {})
+    reference = serve(engine_of(target=_with_encoder()), history)[0]
+    engine = engine_of(target=target, speculative_config=mtp_config(folder), enable_prefix_caching=False)
+    noted = noting(engine, {name: tokens_of(deltas) for name, deltas in reference.items()})
+    found, _ = serve(engine, history)
+    for request, deltas in reference.items():
+        check_request(found[request], deltas, was_aborted=False)
+    check_drafts(noted, oracle)
+
+
+def _with_encoder() -> PreTrainedModel:
+    """Return a tiny random Qwen3.5 as it is published, the same for each call."""
+    text = target_of("qwen3_5_text").config.to_dict()
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 48}
+    vision |= {"patch_size": 4, "num_position_embeddings": 16, "deepstack_visual_indexes": []}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model("qwen3_5", text_config=text, vision_config=vision)
+    module: PreTrainedModel = AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        for parameter in module.get_decoder().parameters():
+            parameter.mul_(4.0 if parameter.dim() > 1 else 1.0)
+    return module
+
+
+def test_packed_matrices_of_a_head_draft_as_the_weights_that_they_mean(tmp_path: Path) -> None:
+    """Products from codes add in another order, and a near tie may fall the other way."""
+    oracle, case = MtpReference(target_of("glm4_moe")), CASES["fp8 blocks"]
+    folder = saved(target_of("glm4_moe"), tmp_path)
+    tensors = oracle.tensors()
+    torch.manual_seed(0)
+    for name in [name for name in tensors if name.endswith("_proj.weight")]:
+        made = case.make(*tensors[name].shape)
+        tensors |= {name.removesuffix(".weight") + suffix: each for suffix, each in made.items()}
+        oracle.put(name, case.weight_of(made))
+    add_tensors(folder, tensors)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": case.config}))
+    reference, history = without("glm4_moe", 5), History.random(5, NUM_REQUESTS)
+    settings = {"enable_prefix_caching": False, "max_num_batched_tokens": 40}
+    engine = engine_of(target=target_of("glm4_moe"), speculative_config=mtp_config(folder), **settings)
+    noted = noting(engine, {name: tokens_of(deltas) for name, deltas in reference.items()})
+    serve(engine, History(history.works, history.arrivals, {}))
+    check_drafts(noted, oracle, 0.9)
+
+
+@pytest.mark.parametrize(
+    ("name", "division"), [("deepseek_v3", (2, 1)), ("qwen3_5_text", (2, 1)), ("glm4_moe", (1, 2))]
+)
+def test_ranks_and_stages_with_a_head_give_the_tokens_of_one_rank_without(
+    ranks: Ranks, tmp_path: Path, name: str, division: tuple[int, int]
+) -> None:
+    """The driver reads a whole embedding or output projection where it has a part of the model's, or none."""
+    folder, reference = write_checkpoint(tmp_path, name), without(name, 1)
+    config = {"speculative_config": mtp_config(None), "admission": "queue", "enable_prefix_caching": False}
+    with engine_of_ranks(ranks, folder, *division, **config) as engine:
+        noted = noting(engine, {name: tokens_of(deltas) for name, deltas in reference.items()})
+        found, aborted = serve(engine, History.random(1, NUM_REQUESTS))
+    for request, deltas in reference.items():
+        check_request(found[request], deltas, request in aborted)
+    check_drafts(noted, plain(name), 0.9)
+
+
+def test_checkpoint_with_a_tied_output_projection_brings_its_head(tmp_path: Path) -> None:
+    target = build("qwen3_5_text", _tied())
+    folder = saved(target, tmp_path)
+    oracle = MtpReference(build("qwen3_5_text", _tied()))
+    add_tensors(folder, oracle.tensors())
+    assert "lm_head.weight" not in load_file(folder / "model.safetensors")
+    history = History.random(5, NUM_REQUESTS)
+    history = History(history.works, history.arrivals, {})
+    reference = serve(engine_of(target=build("qwen3_5_text", _tied())), history)[0]
+    engine = engine_of(target=target, speculative_config=mtp_config(folder), enable_prefix_caching=False)
+    noted = noting(engine, {name: tokens_of(deltas) for name, deltas in reference.items()})
+    found, _ = serve(engine, history)
+    for request, deltas in reference.items():
+        check_request(found[request], deltas, was_aborted=False)
+    check_drafts(noted, oracle)
+
+
+def _tied() -> dict[str, Any]:
+    sizes = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_MODEL_LEN, "tie_word_embeddings": True}
+    return SERVED["qwen3_5_text"] | sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern", "named"),
+    [
+        ("glm4_moe", "layers.4.", "has no MTP head: its files lack mtp.fc"),
+        ("glm4_moe", "layers.4.eh_proj", "has no MTP head"),
+        ("glm4_moe", "layers.4.self_attn.k_proj", r"missing: model\.layers\.0\.self_attn\.k_proj\.weight"),
+        ("qwen3_next", "mtp.", "has no MTP head"),
+        ("qwen3_next", "mtp.norm", r"missing: model\.norm\.weight"),
+    ],
+)
+def test_head_without_its_tensors_is_refused_by_name(tmp_path: Path, name: str, pattern: str, named: str) -> None:
+    file = write_checkpoint(tmp_path, name) / "model.safetensors"
+    save_file({key: each for key, each in load_file(file).items() if pattern not in key}, file, {"format": "pt"})
+    with pytest.raises(ValueError, match=named):
+        engine_of(target=target_of(name), speculative_config=mtp_config(tmp_path))
+
+
+def test_heads_of_other_kinds_models_and_sizes_are_refused_by_name(tmp_path: Path) -> None:
+    folder = write_checkpoint(tmp_path / "qwen", "qwen3_next")
+    wrong = {"mtp.fc.weight": torch.zeros(48, 48)}
+    config = mtp_config(folder)
+    with pytest.raises(ValueError, match="has model_type qwen3_next; the model that is served has glm4_moe"):
+        engine_of(target=target_of("glm4_moe"), speculative_config=config)
+    with pytest.raises(ValueError, match="method mtp does not compute heads of llama; it computes those of"):
+        engine_of(speculative_config=mtp_config(saved(build("llama", {"vocab_size": VOCAB_SIZE}), tmp_path / "llama")))
+    with pytest.raises(ValueError, match="method mtp needs the directory of a checkpoint"):
+        engine_of(target=target_of("qwen3_next"), speculative_config=mtp_config(None))
+    add_tensors(folder, {"mtp.layers.1.mlp.gate.weight": torch.zeros(4, 48)})
+    with pytest.raises(ValueError, match=r"mtp\.layers\.1\.mlp\.gate\.weight is of a second layer"):
+        engine_of(target=target_of("qwen3_next"), speculative_config=config)
+    add_tensors(write_checkpoint(folder, "qwen3_next"), wrong)
+    with pytest.raises(ValueError, match=r"mtp\.fc\.weight is \[48, 48\], expected \[48, 96\]"):
+        engine_of(target=target_of("qwen3_next"), speculative_config=config)
+    add_tensors(folder, {"mtp.fc.weight": torch.full((48, 96), torch.nan)})
+    with pytest.raises(ValueError, match="projection has NaN or infinity"):
+        engine_of(target=target_of("qwen3_next"), speculative_config=config)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"mtp_num_hidden_layers": 2}, "has 2 layers in its MTP head"),
+        ({"mtp_use_dedicated_embeddings": True}, "has mtp_use_dedicated_embeddings"),
+    ],
+)
+def test_head_that_config_json_describes_as_another_is_refused(
+    tmp_path: Path, fields: dict[str, Any], named: str
+) -> None:
+    folder = write_checkpoint(tmp_path, "qwen3_next")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | fields))
+    with pytest.raises(ValueError, match=named):
+        engine_of(target=target_of("qwen3_next"), speculative_config=mtp_config(folder))

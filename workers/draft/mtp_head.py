@@ -1,0 +1,102 @@
+"""The head of multi-token prediction (MTP) that a checkpoint brings: one more decoder layer, over pages of its own.
+
+The row of position p reads the target's last hidden state at p, after the final norm, and the embedding of the token at
+p + 1: norm each, put the embedding first, project both to one width, and compute the layer, its norm and the target's
+output projection. The row of a further draft reads the head's own state, after its norm, in the place of the target's.
+(DeepSeek-V3, arXiv 2412.19437, section 2.2; `MtpModel` of transformers.)
+"""
+
+import copy
+from dataclasses import dataclass
+from typing import Any, Self
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from crossdock.kvtransfer.layout import PoolLayout
+from crossdock.workers.draft.mtp_weights import MtpWeights, load_mtp
+from crossdock.workers.model.architecture import text_config
+from crossdock.workers.model.inputs import StepInputs
+from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.load_options import LoadOptions
+from crossdock.workers.model.model import LoadedModel
+from crossdock.workers.model.sampling.sampler import argmax
+
+
+@dataclass(slots=True, eq=False)
+class MtpHead:
+    """Computes the rows of an MTP head: a `DraftingHead`. Its layer is a model of its own, proven like any other."""
+
+    target: LoadedModel
+    layer: LoadedModel  # of one layer
+    embedding_norm: nn.Module
+    hidden_norm: nn.Module
+    projection: Tensor  # [E, 2 E]
+
+    @classmethod
+    def load(cls, name: str | None, target: LoadedModel) -> Self:
+        """Load the head. `name`: see `load_mtp`.
+
+        Raises:
+            ValueError: the checkpoint has no such head, or it is not computed here.
+        """
+        return cls.of(load_mtp(name, target), target)
+
+    @classmethod
+    def of(cls, weights: MtpWeights, target: LoadedModel) -> Self:
+        """Put a head behind the attention of `target`. ValueError: it would not be computed right."""
+        options = LoadOptions(max_model_len=target.max_model_len, attention=target.attention)
+        layer = wrap_module(weights.module, options)
+        norm = layer.module.get_decoder().norm
+        of_embeddings = _with_weight(norm, weights.embedding_norm)
+        return cls(target, layer, of_embeddings, _with_weight(norm, weights.hidden_norm), weights.projection)
+
+    @property
+    def width(self) -> int:
+        """Return the numbers of a state, E."""
+        width: int = text_config(self.target.config).hidden_size
+        return width
+
+    @property
+    def fingerprint(self) -> bytes:
+        """Return bytes that differ where states mean something else."""
+        return b"mtp" + self.projection.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+
+    def layout(self, page_size: int) -> PoolLayout:
+        """Return the layout of a page of so many tokens."""
+        return self.layer.layout(page_size)
+
+    def allocate(self, num_pages: int, page_size: int) -> None:
+        """Allocate the pages."""
+        self.layer.allocate_pool(num_pages, page_size)
+
+    @property
+    def reads_last_states(self) -> bool:
+        """Return True."""
+        return True
+
+    def states_of(self, hidden: Tensor | None) -> Tensor:
+        """Return a copy of the last hidden states [T, E], which the target's next step may write over."""
+        assert hidden is not None, "the head reads the last states"
+        return hidden.clone()
+
+    def compute(self, inputs: StepInputs, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute one pass over rows with `states` [T, E]; see `DraftingHead`."""
+        tensors = inputs.on(self.target.device)
+        embeddings = self.layer.module.get_input_embeddings()(tensors.token_ids[None])[0]
+        entering = linear(torch.cat([self.embedding_norm(embeddings), self.hidden_norm(states)], -1), self.projection)
+        batch = inputs.attention(tensors)
+        rows = tensors.wanted
+        with self.layer.tap.opened():
+            logits = self.layer.forward(tensors.token_ids, tensors.positions, batch, rows, entering=entering)
+            hidden = self.layer.tap.hidden
+        assert hidden is not None, "every layer that is served gives its last states"
+        return argmax(logits), hidden[rows]
+
+
+def _with_weight(norm: Any, weight: Tensor) -> nn.Module:
+    """Return a norm of the same kind with another weight."""
+    other: nn.Module = copy.deepcopy(norm)
+    other.weight = nn.Parameter(weight, requires_grad=False)
+    return other

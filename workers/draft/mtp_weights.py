@@ -1,0 +1,192 @@
+"""The tensors of an MTP head in a checkpoint, read as a model of one layer: the last decoder layer of its own kind.
+
+Two forms are published. DeepSeek and GLM number the head as one more layer: `layers.N.eh_proj`, `layers.N.self_attn…`.
+Qwen calls it `mtp`: `mtp.fc`, `mtp.layers.0.self_attn…`. Both compute the same.
+"""
+
+import copy
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from transformers import PretrainedConfig
+
+from crossdock.workers.model.architecture import text_config
+from crossdock.workers.model.cut.part import ModelPart
+from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.loaders.files import open_files
+from crossdock.workers.model.model import LoadedModel
+from crossdock.workers.model.weights.checkpoint import resolve_model
+from crossdock.workers.model.weights.finite import check_finite, weights_of
+from crossdock.workers.model.weights.stored_tensors import StoredTensor
+from crossdock.workers.model.weights.weights import load_weights, read_config
+
+FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+"""Model types of decoders whose heads are computed."""
+
+_JOINING = {
+    "enorm.weight": "embedding_norm",
+    "pre_fc_norm_embedding.weight": "embedding_norm",
+    "hnorm.weight": "hidden_norm",
+    "pre_fc_norm_hidden.weight": "hidden_norm",
+    "eh_proj.weight": "projection",
+    "fc.weight": "projection",
+}
+"""The tensors before the layer, by both names."""
+
+_LAST_NORMS = ("norm.weight", "shared_head.norm.weight")
+_SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the model's own, which is read
+_OF_MODEL = re.compile(r"(?:(?:model|language_model)\.)*(embed_tokens|lm_head)\.weight")
+_IN_ONE_LAYER: Mapping[str, Any] = {
+    "num_hidden_layers": 1,
+    "first_k_dense_replace": 0,
+    "mlp_layer_types": ["sparse"],
+    "mlp_only_layers": [],
+    "decoder_sparse_step": 1,
+    "layer_types": ["full_attention"],
+}
+"""Fields that say what each layer is, for one layer with experts: where a decoder has some, its head has."""
+
+
+class MtpWeights(NamedTuple):
+    """The weights of a head."""
+
+    module: Any  # a causal LM of transformers with one layer, whose last norm is the head's
+    embedding_norm: Tensor  # [E]
+    hidden_norm: Tensor  # [E]
+    projection: Tensor  # [E, 2 E], of a normed embedding and a normed state side by side
+
+
+class _OfTarget(nn.Module):
+    """Calls a module of the target, whose weights may be replaced while the replica runs."""
+
+    def __init__(self, find: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self._find = find
+
+    def forward(self, x: Tensor) -> Tensor:
+        found: Tensor = self._find()(x)
+        return found
+
+
+def load_mtp(name: str | None, target: LoadedModel) -> MtpWeights:
+    """Load the head of a checkpoint onto the device of `target`, in its dtype; packed matrices stay packed.
+
+    `name`: directory or hub name of the checkpoint; None: that of `target`. Where ranks divide the embedding or the
+    output projection of `target`, this rank reads a whole one for the head.
+
+    Raises:
+        ValueError: heads of this model are not computed, or the checkpoint has none, or is of another model.
+    """
+    path = _path_of(name, target)
+    config = read_config(path)
+    _check_fits(config, target, path)
+    chosen = _Chosen(path, text_config(config).num_hidden_layers)
+    device = str(target.device)
+
+    def cut(module: Any) -> ModelPart:
+        if target.has_whole_embedding:
+            module.set_input_embeddings(_OfTarget(lambda: target.module.get_input_embeddings()))
+        if target.part.position.tensor_size == 1:
+            module.lm_head = _OfTarget(lambda: target.module.lm_head)
+        return ModelPart(RankPosition(), num_layers=1)
+
+    try:
+        module, _ = load_weights(_one_layer(config), path, target.dtype, cut, device, chosen=chosen)
+    except ValueError as error:
+        raise ValueError(f"speculative_config: method mtp, whose layer is layers.0 here: {error}") from None
+    check_finite(weights_of(module), f"the MTP head of {path}")
+    return MtpWeights(module.to(target.device), **chosen.read(target))
+
+
+class _Chosen:
+    """Picks the tensors of a head, and of the embedding and the output projection, out of those of a checkpoint.
+
+    A layer keeps the names that it has as the only layer of a model. The tensors before it are kept for `read`.
+    """
+
+    def __init__(self, path: Path, num_layers: int) -> None:
+        self._path = path
+        self._of_head = re.compile(rf"(?:(?:model|language_model)\.)*(?:mtp|layers\.{num_layers})\.(.+)")
+        self._joining: dict[str, StoredTensor] = {}
+
+    def __call__(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """Return the chosen tensors. ValueError: there is no head, or one with several layers."""
+        found: dict[str, StoredTensor] = {}
+        for key, tensor in stored.items():
+            if own := _OF_MODEL.fullmatch(key):
+                found[f"{'model.' * (own[1] != 'lm_head')}{own[1]}.weight"] = tensor
+            elif of_head := self._of_head.fullmatch(key):
+                self._put(of_head[1], tensor, found)
+        if len(self._joining) < len(set(_JOINING.values())):
+            raise ValueError(
+                f"model: {self._path} has no MTP head: its files lack mtp.fc with its norms, or eh_proj with its norms "
+                f"in one more layer than num_hidden_layers. Name a checkpoint that has them in model, or another method"
+            )
+        found.setdefault("lm_head.weight", found.get("model.embed_tokens.weight", next(iter(found.values()))))  # tied
+        return found
+
+    def read(self, target: LoadedModel) -> dict[str, Tensor]:
+        """Return the tensors before the layer by their names in `MtpWeights`, in plain floats."""
+        width = text_config(target.config).hidden_size
+        tensors: dict[str, Tensor] = {}
+        with open_files(self._path) as files:
+            for name, stored in self._joining.items():
+                tensor = stored.opened(files, target.dtype)[...].to(target.device, target.dtype)
+                expected = [width, 2 * width] if name == "projection" else [width]
+                if list(tensor.shape) != expected:
+                    raise ValueError(f"model: {self._path}: {stored.key} is {list(tensor.shape)}, expected {expected}")
+                tensors[name] = tensor
+        check_finite(tensors, f"the MTP head of {self._path}")
+        return tensors
+
+    def _put(self, name: str, tensor: StoredTensor, found: dict[str, StoredTensor]) -> None:
+        """Put a tensor of the head, called `name` there, where it belongs."""
+        numbered = re.match(r"layers\.(\d+)\.", name)
+        if numbered and numbered[1] != "0":
+            raise ValueError(f"model: {tensor.key} is of a second layer; heads with one layer are computed")
+        if name in _JOINING:
+            self._joining[_JOINING[name]] = tensor
+        elif name in _LAST_NORMS:
+            found["model.norm.weight"] = tensor
+        elif name not in _SHARED:
+            found[f"model.{'' if numbered else 'layers.0.'}{name}"] = tensor
+
+
+def _path_of(name: str | None, target: LoadedModel) -> Path:
+    own: str = target.config.name_or_path
+    if name is None and not own:
+        raise ValueError("model: method mtp needs the directory of a checkpoint, and the served model has none")
+    return resolve_model(name or own)
+
+
+def _check_fits(config: PretrainedConfig, target: LoadedModel, path: Path) -> None:
+    """Check that heads of a model are computed. ValueError: they are not, or the model is not the target's."""
+    decoder = text_config(config)
+    own = text_config(target.config)
+    for field in ("model_type", "hidden_size", "vocab_size"):
+        if getattr(decoder, field) != getattr(own, field):
+            raise ValueError(
+                f"model: {path} has {field} {getattr(decoder, field)}; the model that is served has "
+                f"{getattr(own, field)}"
+            )
+    if decoder.model_type not in FAMILIES:
+        raise ValueError(
+            f"speculative_config: method mtp does not compute heads of {decoder.model_type}; it computes those of "
+            f"{', '.join(FAMILIES)}"
+        )
+    count = getattr(decoder, "num_nextn_predict_layers", None) or getattr(decoder, "mtp_num_hidden_layers", None)
+    if count not in (None, 0, 1):
+        raise ValueError(f"model: {path} has {count} layers in its MTP head; heads with one layer are computed")
+    if getattr(decoder, "mtp_use_dedicated_embeddings", False):
+        raise ValueError(f"model: {path} has mtp_use_dedicated_embeddings; heads that read the model's are computed")
+
+
+def _one_layer(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the configuration of the head's layer, as that of a model with no other."""
+    decoder = copy.deepcopy(text_config(config))
+    decoder.update({name: value for name, value in _IN_ONE_LAYER.items() if getattr(decoder, name, None) is not None})
+    decoder.update({"tie_word_embeddings": False, "architectures": None})
+    return decoder
