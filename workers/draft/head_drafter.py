@@ -16,7 +16,6 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
-from crossdock.kvtransfer.layout import PoolLayout
 from crossdock.workers.draft.passes import MATCH, DraftPasses, draft_pages, new_stream
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.model import LoadedModel
@@ -111,8 +110,8 @@ class DraftingHead(Protocol):
     def fingerprint(self) -> bytes:
         """Return bytes that differ where states mean something else."""
 
-    def layout(self, page_size: int) -> PoolLayout:
-        """Return the layout of a page of so many tokens."""
+    def page_bytes(self, page_size: int) -> int:
+        """Return the bytes of a page of so many tokens."""
 
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Allocate the pages that `compute` reads and writes."""
@@ -158,8 +157,7 @@ class HeadDrafter:
     @classmethod
     def of(cls, head: DraftingHead, target: LoadedModel, memory: int) -> Self:
         """Return a drafter whose pages take at most so many bytes. ValueError: these hold no page."""
-        multiple = target.attention.page_multiple
-        return cls(head, target, draft_pages(memory, multiple, lambda size: head.layout(size).page_bytes))
+        return cls(head, target, draft_pages(memory, target.attention.page_multiple, head.page_bytes))
 
     def add(self, request_id: str, token_ids: Sequence[int]) -> None:
         """Add a request. `token_ids` is its own list, prompt and output, which grows with each accepted token."""

@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from crossdock.kvtransfer.layout import PoolLayout
 from crossdock.workers.draft.mtp_weights import MtpWeights, load_mtp
 from crossdock.workers.model.architecture import text_config
 from crossdock.workers.model.inputs import StepInputs
@@ -61,11 +60,12 @@ class MtpHead:
     @property
     def fingerprint(self) -> bytes:
         """Return bytes that differ where states mean something else."""
-        return b"mtp" + self.projection.cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        rows = self.projection[:16]  # a few tell heads apart: all are 200 MB for DeepSeek-V3
+        return b"mtp" + rows.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
-    def layout(self, page_size: int) -> PoolLayout:
-        """Return the layout of a page of so many tokens."""
-        return self.layer.layout(page_size)
+    def page_bytes(self, page_size: int) -> int:
+        """Return the bytes of a page of so many tokens."""
+        return self.layer.layout(page_size).page_bytes
 
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Allocate the pages."""

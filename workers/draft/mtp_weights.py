@@ -125,7 +125,8 @@ class _Chosen:
                 f"model: {self._path} has no MTP head: its files lack mtp.fc with its norms, or eh_proj with its norms "
                 f"in one more layer than num_hidden_layers. Name a checkpoint that has them in model, or another method"
             )
-        found.setdefault("lm_head.weight", found.get("model.embed_tokens.weight", next(iter(found.values()))))  # tied
+        if (embedding := found.get("model.embed_tokens.weight")) is not None:
+            found.setdefault("lm_head.weight", embedding)  # of a model that ties them
         return found
 
     def read(self, target: LoadedModel) -> dict[str, Tensor]:

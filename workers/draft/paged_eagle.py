@@ -7,7 +7,6 @@ from typing import Self
 import torch
 from torch import Tensor
 
-from crossdock.kvtransfer.layout import PoolLayout
 from crossdock.workers.draft.eagle_head import EagleHead
 from crossdock.workers.model.architecture import text_config
 from crossdock.workers.model.inputs import StepInputs
@@ -50,13 +49,14 @@ class PagedEagle:
         """Return bytes that differ where states mean something else."""
         return f"{self.layers}".encode() + self.head.fc.weight.cpu().view(torch.uint8).numpy().tobytes()
 
-    def layout(self, page_size: int) -> PoolLayout:
-        """Return the layout of a page of so many tokens."""
-        return one_layer(*self.head.kv_shape, page_size, self.head.dtype)
+    def page_bytes(self, page_size: int) -> int:
+        """Return the bytes of a page of so many tokens."""
+        return one_layer(*self.head.kv_shape, page_size, self.head.dtype).page_bytes
 
     def allocate(self, num_pages: int, page_size: int) -> None:
         """Allocate the pages."""
-        self._pool.allocate([self.layout(page_size)], [0], num_pages, self.head.dtype, self.target.device)
+        layout = one_layer(*self.head.kv_shape, page_size, self.head.dtype)
+        self._pool.allocate([layout], [0], num_pages, self.head.dtype, self.target.device)
 
     @property
     def reads_last_states(self) -> bool:

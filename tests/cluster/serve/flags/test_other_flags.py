@@ -233,7 +233,6 @@ def test_flag_of_others_ends_the_command_with_its_line(command: str, args: list[
             "--speculative-config {",
         ),
         ('--speculative-config {"method":"ernie_mtp","num_speculative_tokens":1}', "", "--speculative-config {"),
-        ("--speculative-config.method qwen3_next_mtp", '--speculative-config {"method":"mtp"}', ""),
         ("--load-format mistral", "", "--load-format mistral: not needed"),
         ("--attention-backend ROCM_AITER_FA", "", "--attention-backend ROCM_AITER_FA: left out"),
         ("--context-length 9 --max-model-len 8", "--max-model-len 8", "--context-length: left out: --max-model-len is"),
