@@ -5,12 +5,13 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs, decode_graphs
+from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs, decode_graphs, verify_graphs
 from crossdock.workers.model.graphs.mixed_graphs import MixedGraphs, mixed_graphs
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.shared_rows import send_rows
 from crossdock.workers.model.step_messages import StepSender
+from crossdock.workers.schedule.drafts.drafting import DraftRoom
 from crossdock.workers.schedule.request.batch import Batch
 
 
@@ -47,8 +48,12 @@ class Runner:
         if decodes is None:
             return cls(model, page_size, notify_ranks, (), text)
         sizes = page_size, max_num_seqs, max_num_batched_tokens
+        verifying = None
+        if most_drafts:
+            verifying, further = verify_graphs(model, page_size, max_num_seqs, most_drafts, decodes)
+            text += further
         mixed, further = mixed_graphs(model, *sizes, decodes, most_drafts=most_drafts)
-        graphs = (decodes,) if mixed is None else (decodes, mixed)
+        graphs = [each for each in (decodes, verifying, mixed) if each is not None]
         return cls(model, page_size, notify_ranks, graphs, text + further)
 
     def begin(self, batch: Batch) -> tuple[StepInputs, list[range]]:
@@ -68,20 +73,25 @@ class Runner:
         """Return whether a step is computed like others of its size, so that its seconds predict theirs.
 
         A step with more sequences than CUDA graphs have room for, or with pictures, takes several times as long to
-        launch.
+        launch, and so does one with adapters that graphs do not compute.
         """
-        if inputs.reads_pictures or inputs.adapters:
+        if self._is_never_recorded(inputs):
             return not any(graphs.covers(inputs) for graphs in self.graphs)
         return self._graphs_for(inputs) is not None or not any(graphs.misses(inputs) for graphs in self.graphs)
 
     def _graphs_for(self, inputs: StepInputs) -> DecodeGraphs | MixedGraphs | None:
         """Return the graphs that a step runs as; None: it runs kernel by kernel.
 
-        Recorded steps embed tokens alone, at positions of one axis, and have the base model's weights.
+        Recorded steps embed tokens alone, at positions of one axis. They have adapters where Triton computes them.
         """
-        if inputs.reads_pictures or inputs.adapters:
+        if self._is_never_recorded(inputs):
             return None
         return next((graphs for graphs in self.graphs if graphs.covers(inputs)), None)
+
+    def _is_never_recorded(self, inputs: StepInputs) -> bool:
+        """Return whether a step runs kernel by kernel whatever its size."""
+        lacks_adapters = bool(inputs.adapters) and not all(graphs.has_adapters for graphs in self.graphs)
+        return inputs.reads_pictures or lacks_adapters
 
     def finish(
         self, step: tuple[StepInputs, list[range]], previous_tokens: Tensor | None = None
@@ -106,9 +116,14 @@ class Runner:
             return computed, self._hidden(step[0])
 
     @property
-    def verified(self) -> tuple[int, int] | None:
-        """Return how many streams with drafts a recorded step has at most, and their rows; None: none is recorded."""
-        return next((graphs.verified for graphs in self.graphs if isinstance(graphs, MixedGraphs)), None)
+    def draft_room(self) -> DraftRoom | None:
+        """Return the drafts for which steps are recorded; None: no step is recorded at all."""
+        if not self.graphs:
+            return None
+        alone = (graphs for graphs in self.graphs if isinstance(graphs, DecodeGraphs) and graphs.verifies)
+        rows = next((graphs.most_rows for graphs in alone), 0)
+        beside = next((graphs.verified for graphs in self.graphs if isinstance(graphs, MixedGraphs)), (0, 0))
+        return DraftRoom(rows, *beside)
 
     def replay_of(self, num_decodes: int) -> Callable[[], None] | None:
         """Return the graph alone of so many decodes, for measurements; None: they are not recorded."""

@@ -9,12 +9,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from crossdock.workers.model.forward.row_adapters import AdapterWeights
 from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs, decode_graphs
 from crossdock.workers.model.graphs.mixed_graphs import MixedGraphs, mixed_graphs
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.memory.kv_memory import GPU_RESERVE_BYTES
+from crossdock.workers.model.runner import Runner
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import sample
 from crossdock.workers.replica.config import EngineConfig
@@ -23,7 +25,7 @@ from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.request.batch import Batch, Scheduled
 from crossdock.workers.schedule.request.request import Request
-from crossdock.workers.schedule.request.submission import SamplingParams, Submission
+from crossdock.workers.schedule.request.submission import Adapter, SamplingParams, Submission
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import assert_any_chunks
 
@@ -235,6 +237,52 @@ def test_inputs_are_copied_without_waiting(waits: Any) -> None:
     step.run(model)
     assert waits(lambda: logits.append(step.run(model))) == 0
     assert torch.isfinite(logits[0]).all()
+
+
+def with_adapters(*fingerprints: str) -> Any:
+    """Return a model with random adapters in all its linears but one."""
+    wide = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
+    module = build("llama", SERVED["llama"] | wide).to("cuda", torch.float32)
+    model = wrap_module(module, LoadOptions(max_lora_rank=16, max_loras=len(fingerprints)))
+    assert model.adapters is not None
+    for number, fingerprint in enumerate(fingerprints):
+        rank, pairs = 5 + 11 * number, {}
+        for name, site in [*model.adapters.sites.items()][1:]:
+            a, b = (torch.randn(rank, size, device="cuda") / 8 for size in (site.in_features, site.out_features))
+            pairs[name] = a, b.T
+        model.adapters.loaded[fingerprint] = AdapterWeights(pairs, model.adapters._table(pairs))
+    return model
+
+
+def test_recorded_steps_with_adapters_and_drafts_equal_eager_ones_and_wait_for_nothing(waits: Any) -> None:
+    """Decodes, streams that verify up to three drafts, and a chunk beside both; some sequences have an adapter."""
+    model = with_adapters("one", "two")
+    model.allocate_pool(64, PAGE_SIZE)
+    runner = Runner.recorded(model, PAGE_SIZE, 12, 128, most_drafts=3)
+    assert len(runner.graphs) == 3
+    names, generator = ["one", "", "two", "one"], torch.Generator().manual_seed(1)
+    decodes, drafts = [(40, 1), (5, 1), (23, 1)], [(40, 4), (5, 1), (23, 2), (70, 3)] * 2
+    for parts in (decodes, drafts, [*decodes, (8, 50)], [(40, 1), (5, 4), (16, 30)], decodes[:1]):
+        is_chunk = [tokens > 4 for _, tokens in parts]
+        spare = iter((torch.randperm(63, generator=generator) + 1).tolist())
+        whole, step = list[Scheduled](), list[Scheduled]()
+        for number, (start, tokens) in enumerate(parts):
+            ids = torch.randint(3, 120, (start + (tokens if is_chunk[number] else 1),), generator=generator).tolist()
+            name = names[number % len(names)]
+            adapter = Adapter(name, "", name) if name else None
+            request = Request(Submission(f"{number}", ids, SamplingParams(), adapter=adapter))
+            pages = [next(spare) for _ in range(-(-(start + tokens) // PAGE_SIZE))]
+            whole.append(Scheduled(request, 0, start, pages, True))
+            guesses = [] if is_chunk[number] else [7] * (tokens - 1)
+            step.append(Scheduled(request, start, tokens, pages, True, drafts=guesses))
+        StepInputs.of(Batch(whole, 0), PAGE_SIZE)[0].run(model)
+        inputs = StepInputs.of(Batch(step, len(parts) - sum(is_chunk)), PAGE_SIZE)[0]
+        assert runner._graphs_for(inputs) is not None
+        theirs = inputs.run(model).clone()
+        got = runner.compute(inputs).clone()
+        assert (got - theirs).norm() <= 1e-3 * theirs.norm()
+        assert waits(lambda inputs=inputs: runner.compute(inputs)) == 0
+        assert waits(lambda inputs=inputs: inputs.run(model)) == 0
 
 
 @pytest.mark.parametrize("enforce_eager", [True, False])

@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+import torch
 from torch import Tensor
 
 from crossdock.kernels.low_rank import Pair, Rows, add_low_rank
@@ -42,3 +43,17 @@ class RowAdapters:
             return
         pairs = ((weights.pairs.get(name), rows) for weights, rows in self.groups)
         add_low_rank(((pair, rows) for pair, rows in pairs if pair is not None), x, y)
+
+    def add_joined(self, names: Sequence[str], x: Tensor, y: Tensor, sizes: Sequence[int]) -> None:
+        """Do as `add` for modules of one input, whose outputs are side by side in y [T, sum of `sizes`]."""
+        numbers = [self.numbers[name] for name in names] if self.in_triton is not None else []
+        if self.in_triton is not None and numbers == [*range(numbers[0], numbers[0] + len(numbers))]:
+            self.in_triton.add(numbers[0], x, y, sizes)
+            return
+        for name, part in zip(names, torch.split(y, [*sizes], 1), strict=True):
+            self.add(name, x, part)
+
+    def first(self, num_rows: int) -> "RowAdapters":
+        """Return the room of a recorded step of up to `num_rows` rows in this one; see `Adapters.room`."""
+        assert self.in_triton is not None
+        return RowAdapters(self.groups, self.numbers, self.in_triton.first(num_rows))

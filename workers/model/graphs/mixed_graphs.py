@@ -4,6 +4,8 @@ computing it, or longer.
 There is a graph for each of some numbers of decodes and of chunk tokens. A step takes the next larger of both. Padding
 decodes read one token, as in graphs.py. Padding tokens of chunks are one more chunk, on page 0. Neither writes.
 
+As of decodes, there is a second graph of each size with adapters where the model takes them.
+
 A stream that verifies drafts is a chunk whose tokens all have logits. So with speculation, graphs have more logits.
 """
 
@@ -18,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from crossdock.workers.model.forward.row_adapters import RowAdapters
 from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs
 from crossdock.workers.model.graphs.recording import Record, attempt
 from crossdock.workers.model.inputs import StepInputs, StepTensors
@@ -63,19 +66,27 @@ class MixedGraphs:
         largest = self._decodes[-1], self._chunk_tokens[-1]
         padded = padded_with_chunks(nothing, *largest, page_size, self._chunk_logits)
         self._inputs = padded.on(model.device).with_width(width)
+        self._adapters = None if model.adapters is None else model.adapters.room(sum(largest))
         with model.tap.opened():
             with model.part.alone():  # only the shape is wanted
                 self._logits = torch.empty_like(self._forward(*largest))  # one for all graphs
             self._hidden = torch.empty_like(model.tap.hidden) if model.tap.hidden is not None else None
-            self._graphs = self._record(nothing, record)
+            self._graphs = self._record(nothing, record, None)
+            self._adapted = {} if self._adapters is None else self._record(nothing, record, self._adapters)
 
-    def _record(self, nothing: StepInputs, record: Record) -> dict[tuple[int, int], Callable[[], None]]:
-        """Record a graph for every pair of sizes, and return them by it. `nothing`: a step without sequences."""
+    def _record(
+        self, nothing: StepInputs, record: Record, room: RowAdapters | None
+    ) -> dict[tuple[int, int], Callable[[], None]]:
+        """Record a graph for every pair of sizes, and return them by it.
+
+        `nothing`: a step without sequences; `room`: where the graphs read adapters, None: they compute none.
+        """
         graphs = {}
         for tokens, decodes in product(reversed(self._chunk_tokens), reversed(self._decodes)):
             smaller = padded_with_chunks(nothing, decodes, tokens, self._page_size, self._chunk_logits)
             self._enter(smaller.on(self._model.device), decodes, tokens)  # else sequences would have too many rows
-            graphs[decodes, tokens] = record(partial(self._compute, decodes, tokens))
+            adapters = None if room is None else room.first(decodes + tokens)
+            graphs[decodes, tokens] = record(partial(self._compute, decodes, tokens, adapters))
         return graphs
 
     @property
@@ -87,6 +98,11 @@ class MixedGraphs:
     def verified(self) -> tuple[int, int]:
         """Return how many streams with drafts a step has at most beside one chunk, and their rows."""
         return _CHUNKS - 2, self._chunk_logits - 1
+
+    @property
+    def has_adapters(self) -> bool:
+        """Return whether steps with adapters are recorded, too."""
+        return self._adapters is not None
 
     def covers(self, inputs: StepInputs) -> bool:
         """Return whether some graph has room for the step."""
@@ -108,7 +124,11 @@ class MixedGraphs:
         decodes, tokens = self._sizes_of_graph(inputs)
         padded = padded_with_chunks(inputs, decodes, tokens, self._page_size, self._chunk_logits)
         self._enter(padded.for_rank(self._model, previous_tokens), decodes, tokens)
-        self._graphs[decodes, tokens]()
+        graphs = self._graphs
+        if inputs.adapters and self._model.adapters is not None and self._adapters is not None:
+            self._model.adapters.enter(self._adapters, padded.adapters, padded.query_start)
+            graphs = self._adapted
+        graphs[decodes, tokens]()
         return self._logits[: len(inputs.wanted)]
 
     def hidden(self, inputs: StepInputs) -> Tensor | None:
@@ -134,13 +154,14 @@ class MixedGraphs:
         recorded.page_table[..., : given.page_table.shape[-1]].copy_(given.page_table)  # entries beyond are not read
 
     @torch.inference_mode()
-    def _compute(self, decodes: int, tokens: int) -> None:
-        self._logits[: decodes + self._chunk_logits].copy_(self._forward(decodes, tokens))
+    def _compute(self, decodes: int, tokens: int, adapters: RowAdapters | None) -> None:
+        self._logits[: decodes + self._chunk_logits].copy_(self._forward(decodes, tokens, adapters))
         if self._hidden is not None and self._model.tap.hidden is not None:
             self._hidden[: decodes + tokens].copy_(self._model.tap.hidden)
 
-    def _forward(self, decodes: int, tokens: int) -> Tensor:
-        return self._prefixes(decodes, tokens).run(self._model, tokens, self._model.max_model_len, decodes)
+    def _forward(self, decodes: int, tokens: int, adapters: RowAdapters | None = None) -> Tensor:
+        recorded = self._prefixes(decodes, tokens)
+        return recorded.run(self._model, tokens, self._model.max_model_len, decodes, adapters=adapters)
 
     def _prefixes(self, decodes: int, tokens: int) -> StepTensors:
         """Return the beginnings of the input tensors, where the graph of these sizes reads its step."""
@@ -182,7 +203,10 @@ def padded_with_chunks(
     wanted = np.zeros(decodes + chunk_logits, np.int64)
     wanted[: len(inputs.wanted)] = new_rows[inputs.wanted]
     query_start = np.concatenate([[0], lengths.cumsum()]).astype(np.int32)
-    return StepInputs(token_ids, positions, slots, wanted, query_start, kv_len, pages)
+    adapters = [""] * sequences if inputs.adapters else []
+    for sequence, adapter in zip(new_sequences.tolist(), inputs.adapters, strict=False):
+        adapters[sequence] = adapter
+    return StepInputs(token_ids, positions, slots, wanted, query_start, kv_len, pages, adapters=adapters)
 
 
 def _sizes(inputs: StepInputs) -> tuple[int, int, int]:

@@ -92,8 +92,7 @@ class _Layer:
 
     def add(self, adapters: RowAdapters, names: Sequence[str], x: Tensor, y: Tensor, sizes: list[int]) -> None:
         """Add what adapters change in the joined outputs y [T, sum of sizes] of the projections `names`."""
-        for name, part in zip(names, torch.split(y, sizes, 1), strict=True):
-            adapters.add(f"{self.path}.{PROJECTIONS[name]}", x, part)
+        adapters.add_joined([f"{self.path}.{PROJECTIONS[name]}" for name in names], x, y, sizes)
 
 
 class TritonLayers(nn.Module):

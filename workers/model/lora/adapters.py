@@ -11,7 +11,7 @@ from functools import partial
 from itertools import chain, groupby, pairwise
 from math import frexp
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ from crossdock.workers.model.weights.packed_layers import PackedLinear
 from crossdock.workers.schedule.request.submission import Adapter
 
 _LAYER = re.compile(r"\.layers\.(\d+)\.")
+_Spans: TypeAlias = dict[str, list[tuple[int, int]]]
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
@@ -144,22 +145,37 @@ class Adapters:
 
         adapters: of each of the step's S sequences, a fingerprint or an empty text. query_start: [S+1].
         """
-        if not any(adapters):
+        spans = _spans(adapters, query_start)
+        if not spans:
             return None
-        spans: dict[str, list[tuple[int, int]]] = {}
-        for name, numbers in groupby(range(len(adapters)), key=lambda number: adapters[number]):
-            if name:
-                first, *rest = numbers
-                last = rest[-1] if rest else first
-                spans.setdefault(name, []).append((int(query_start[first]), int(query_start[last + 1])))
         if not self.in_triton:
             return RowAdapters([AdapterRows(self.loaded[name], self._rows_of(own)) for name, own in spans.items()])
         groups = [AdapterRows(self.loaded[name], slice(0)) for name in spans]  # keeps the weights until the step ends
         from crossdock.kernels.gpu.triton_low_rank import LowRankRows  # late: Triton is not installed everywhere
 
-        tables = torch.stack([weights.table for weights, _ in groups])
-        rows = [np.concatenate([np.arange(*span) for span in own]) for own in spans.values()]
-        return RowAdapters(groups, self._numbers, LowRankRows(tables, rows, self.device))
+        return RowAdapters(groups, self._numbers, LowRankRows.of(*self._listed(spans), self.device))
+
+    def room(self, num_rows: int) -> RowAdapters | None:
+        """Return where recorded steps of up to `num_rows` rows read their adapters; None: steps compute them in torch.
+
+        No row has an adapter yet: see `enter`.
+        """
+        if not self.in_triton:
+            return None
+        from crossdock.kernels.gpu.triton_low_rank import LowRankRows  # as in `rows`
+
+        sizes = self.most, len(self.sites), num_rows, self.max_rank
+        return RowAdapters((), self._numbers, LowRankRows.room(*sizes, self.device))
+
+    def enter(self, room: RowAdapters, adapters: Sequence[str], query_start: NDArray[np.int32]) -> None:
+        """Copy the rows of each adapter in a step to `room`; see `rows`. Some row has one."""
+        assert room.in_triton is not None
+        room.in_triton.enter(*self._listed(_spans(adapters, query_start)))
+
+    def _listed(self, spans: _Spans) -> tuple[Tensor, list[NDArray[np.int64]]]:
+        """Return the table and the numbers of the rows of each adapter, as `LowRankRows` takes them."""
+        tables = torch.stack([self.loaded[name].table for name in spans])
+        return tables, [np.concatenate([np.arange(*span) for span in own]) for own in spans.values()]
 
     def _rows_of(self, spans: Sequence[tuple[int, int]]) -> Tensor | slice:
         if len(spans) == 1:
@@ -207,6 +223,17 @@ class Adapters:
         else:
             b = b.to(self.device, torch.float32, copy=True).mul_(scale).to(dtype).contiguous()
         return zip(names, zip(a.unbind(), b.transpose(1, 2).unbind(), strict=True), strict=True)
+
+
+def _spans(adapters: Sequence[str], query_start: NDArray[np.int32]) -> _Spans:
+    """Return the rows of each adapter in a step as ranges, by its fingerprint; see `Adapters.rows`."""
+    spans: _Spans = {}
+    for name, numbers in groupby(range(len(adapters)), key=lambda number: adapters[number]):
+        if name:
+            first, *rest = numbers
+            last = rest[-1] if rest else first
+            spans.setdefault(name, []).append((int(query_start[first]), int(query_start[last + 1])))
+    return spans
 
 
 def _check_size(files: AdapterFiles, name: str, out_features: int, in_features: int) -> None:

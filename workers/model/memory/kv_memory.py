@@ -71,13 +71,15 @@ def _measured(model: LoadedModel, budget: MemoryBudget, page_size: int) -> int:
         def skip(_: Callable[[], None]) -> Callable[[], None]:
             return lambda: None
 
-        kept = DecodeGraphs(*sizes, skip)  # runs the largest once, and keeps its inputs and logits
+        kept = [DecodeGraphs(*sizes, skip)]  # runs the largest once, and keeps its inputs and logits
+        if budget.most_drafts:
+            kept.append(DecodeGraphs(*sizes, skip, most_drafts=budget.most_drafts))
         MixedGraphs(*sizes, budget.max_num_batched_tokens, skip, most_drafts=budget.most_drafts)
         del kept
 
     transient = _peak(prefill) + _peak(recorded)  # a graph holds its memory, and a step may be both
     model.pool.free()
-    adapters = 0 if model.adapters is None else model.adapters.reserved_bytes
+    adapters = 0 if model.adapters is None else model.adapters.reserved_bytes + GPU_RESERVE_BYTES  # twice the graphs
     pictures = bytes_for_pictures(model, budget, _peak)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()

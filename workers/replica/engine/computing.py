@@ -89,7 +89,7 @@ def _executor(
     on_evict = None if tiers is None else tiers.evicted
     runner = _runner(model, config, worker_group)
     if speculation is not None:
-        speculation.policy.stop_at(runner.verified)
+        speculation.policy.stop_at(runner.draft_room)
     return Executor(
         config,
         runner,

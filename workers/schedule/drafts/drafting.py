@@ -23,6 +23,17 @@ class Stream(NamedTuple):
     adapter: int = 0  # numbers in the matrices of its adapter
 
 
+class DraftRoom(NamedTuple):
+    """The drafts for which steps are recorded as CUDA graphs.
+
+    Beyond these a GPU launches a step kernel by kernel, which takes longer than drafts save, and longer than predicted.
+    """
+
+    rows: int  # of all streams of a step without chunks: one each, and one for each draft
+    streams_beside_chunk: int  # that have drafts
+    rows_beside_chunk: int  # of these streams together
+
+
 class DraftSource(Protocol):
     """Answers what the policy asks of a drafter before it drafts."""
 
@@ -103,13 +114,10 @@ class DraftPolicy:
     _is_free: bool = True  # the source takes no time
     _row_seconds: float = 0.0  # mean seconds that one draft added to the last step
     _forced: dict[str, int] = field(default_factory=dict)  # drafts of the newest step, by request
-    _room: tuple[int, int] | None = None  # see `stop_at`
+    _room: DraftRoom | None = None  # see `stop_at`
 
-    def stop_at(self, room: tuple[int, int] | None) -> None:
-        """Draft for at most so many streams in a step, with so many rows together; None: for any number.
-
-        Beyond that a GPU launches a step kernel by kernel, which takes longer than drafts save.
-        """
+    def stop_at(self, room: DraftRoom | None) -> None:
+        """Draft no more than a recorded step has room for; None: any number."""
         self._room = room
 
     def paused(self, cost: StepCost | None) -> Collection[str]:
@@ -129,7 +137,8 @@ class DraftPolicy:
         if cost is None or not self.config.adaptive:
             most = self.config.num_speculative_tokens
             self._row_seconds = cost.per_decode if cost is not None else 0.0
-            return self._within_room({stream.id: min(stream.most, most) for stream in streams if stream.most > 0})
+            longest = {stream.id: min(stream.most, most) for stream in streams if stream.most > 0}
+            return self._within_room(longest, work)
         seconds = cost.seconds(work)
         if seconds <= 0 or seconds >= within:
             return {}
@@ -148,18 +157,21 @@ class DraftPolicy:
         caps = (most,) if self._is_free else range(1, most + 1)
         best = max([self._best(chains, work, cost, within, cap) for cap in caps], key=lambda choice: choice.rate)
         self._row_seconds = best.row_seconds
-        return self._within_room(best.lengths)
+        return self._within_room(best.lengths, work)
 
-    def _within_room(self, lengths: dict[str, int]) -> dict[str, int]:
-        """Return the drafts that `stop_at` leaves: the longest, which are the likeliest to be accepted."""
+    def _within_room(self, lengths: dict[str, int], work: StepWork) -> dict[str, int]:
+        """Return the drafts that a recorded step without chunks has room for. `work`: of the streams without drafts."""
         if self._room is None:
             return lengths
-        most_streams, rows = self._room
-        kept: dict[str, int] = {}
-        for request_id in sorted(lengths, key=lengths.__getitem__, reverse=True)[:most_streams]:
-            kept[request_id] = length = min(lengths[request_id], rows - 1)
-            rows -= 1 + length
-        return {request_id: length for request_id, length in kept.items() if length > 0}
+        return _longest(lengths, len(lengths), max(self._room.rows - int(work.decodes), 0), 0)
+
+    def beside_chunk(self, drafts: Mapping[str, Sequence[int]]) -> Mapping[str, Sequence[int]]:
+        """Return the drafts of each stream that a recorded step with a chunk has room for, too."""
+        if self._room is None:
+            return drafts
+        lengths = {request_id: len(tokens) for request_id, tokens in drafts.items()}
+        _, streams, rows = self._room
+        return {name: drafts[name][:length] for name, length in _longest(lengths, streams, rows, 1).items()}
 
     def observe(self, request_id: str, num_drafted: int, num_accepted: int, num_again: int = 0) -> None:
         """Learn from the drafts of one request in a step that has ended. Forced drafts do not count.
@@ -278,3 +290,15 @@ class DraftPolicy:
                 heappush(heap, (-density(number), number))
         counts = Counter(order[:best_size])
         return _Choice(best_rate, {chains[number].id: count for number, count in counts.items()}, row_seconds)
+
+
+def _longest(lengths: Mapping[str, int], streams: int, rows: int, rows_before: int) -> dict[str, int]:
+    """Return the drafts of up to `streams` streams that fit into `rows`: the longest, the likeliest to be accepted.
+
+    `rows_before`: that each stream takes beside its drafts.
+    """
+    kept: dict[str, int] = {}
+    for request_id in sorted(lengths, key=lengths.__getitem__, reverse=True)[:streams]:
+        kept[request_id] = length = min(lengths[request_id], rows - rows_before)
+        rows -= rows_before + length
+    return {request_id: length for request_id, length in kept.items() if length > 0}

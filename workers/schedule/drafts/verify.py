@@ -130,6 +130,8 @@ class Verification:
     def _verifying(self, batch: Batch, drafts: Mapping[str, Sequence[int]]) -> Batch:
         """Return the step with the drafts that fit."""
         plain = batch.scheduled[: batch.num_decodes]
+        if len(batch.scheduled) > batch.num_decodes:
+            drafts = self.policy.beside_chunk(drafts)
         offered = [(part, drafts.get(part.request.id, ())[: self._most(part.request)]) for part in plain]
         longest = self._longest_that_fits(batch, [(part, len(tokens)) for part, tokens in offered])
         if not longest:

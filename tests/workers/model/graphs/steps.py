@@ -1,8 +1,10 @@
 """Steps in scattered pages whose logits are transformers' own, and the tokens of an engine that records its steps."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -37,7 +39,9 @@ class PagedStep:
         generator = torch.Generator().manual_seed(len(parts))
         prompts = [torch.randint(3, 120, (start + tokens,), generator=generator) for start, tokens in parts]
         module.set_attn_implementation("eager")
-        self.expected = torch.stack([monolithic(module, prompt)[-1] for prompt in prompts])
+        whole = [monolithic(module, prompt) for prompt in prompts]
+        self.expected = torch.stack([logits[-1] for logits in whole])
+        self._of_all_rows = torch.cat([logits[start:] for logits, (start, _) in zip(whole, parts, strict=True)])
         self.model = wrap_module(module, LoadOptions(attention=attention))
         if is_grouped:
             self.model = choose_groups(self.model, EngineConfig(page_size=PAGE_SIZE))
@@ -61,6 +65,12 @@ class PagedStep:
         ]
         self.batch = Batch(scheduled, 0)
         self.inputs = StepInputs.of(self.batch, PAGE_SIZE)[0]
+
+    def with_all_logits(self) -> "PagedStep":
+        """Have all rows' logits wanted, as of streams that verify drafts. Returns the step."""
+        self.inputs = replace(self.inputs, wanted=np.arange(len(self.inputs.token_ids)))
+        self.expected = self._of_all_rows
+        return self
 
     def check(self, run: Callable[[], Tensor]) -> None:
         """Check that `run` gives transformers' logits, and writes exactly what the step without padding writes."""

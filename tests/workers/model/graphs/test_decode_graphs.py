@@ -52,6 +52,60 @@ def test_padding_rows_change_no_logits_and_no_page(name: str, attention: str) ->
         decodes.check(lambda step=step: step.run(model))  # type: ignore[misc]
 
 
+VERIFIED = [[(22, 3), (4, 1), (39, 2)], [(8, 4)], [(15, 4), (30, 1), (2, 4), (7, 3)], [(20, 2)] * 8]
+"""(tokens before, rows) of each stream of steps that verify up to three drafts."""
+
+
+def verifying_of(module: PreTrainedModel, parts: list[tuple[int, int]]) -> PagedStep:
+    """Return a step whose rows all have logits: the newest token of each stream, and its drafts."""
+    step = PagedStep(module, TORCH, parts)
+    return step.with_all_logits()
+
+
+@pytest.mark.parametrize("attention", attentions())
+@pytest.mark.parametrize("name", rest_in_soak(["llama", "gemma2", "gpt_oss", "deepseek_v3"], "gpt_oss", "gemma2"))
+def test_padding_of_streams_with_drafts_changes_no_logits_and_no_page(name: str, attention: str) -> None:
+    """Padding rows are sequences of their own, and the last sequences have no row."""
+    for parts in VERIFIED[:1] if attention == "triton" else VERIFIED[:3]:
+        step = verifying_of(build(name, SERVED[name]), parts)
+        model = dataclasses.replace(step.model, attention=named(attention))
+        for num_rows in (len(step.inputs.token_ids), 16):
+            padded_step = padded(step.inputs, num_rows)
+            assert len(padded_step.token_ids) == len(padded_step.kv_len) == num_rows
+            assert padded_step.query_start[-1] == num_rows
+            step.check(lambda padded_step=padded_step, model=model: padded_step.run(model))  # type: ignore[misc]
+
+
+def test_recorded_steps_with_drafts_give_same_logits_from_fixed_addresses() -> None:
+    """Decodes come between streams with drafts: any number of rows up to three drafts each, in any order."""
+    module, seen = build("llama", {}), defaultdict[int, set[tuple[int, ...]]](set)
+
+    class Watched(LoadedModel):
+        def forward(
+            self, token_ids: Tensor, positions: Tensor, batch: AttentionBatch, rows: Tensor, *more: Any
+        ) -> Tensor:
+            tensors = (token_ids, positions, batch.query_start, batch.kv_len, batch.page_table, batch.slots, rows)
+            sizes = batch.num_decodes, batch.max_query_len, batch.max_kv_len, len(batch.kv_len)
+            seen[len(token_ids)].add((*(x.data_ptr() for x in tensors), *batch.page_table.stride(), *sizes))
+            assert int(batch.query_start[-1]) == len(token_ids), "no row belongs to no sequence"
+            return super().forward(token_ids, positions, batch, rows, *more)
+
+    recorded, watched = None, None
+    for parts in (*VERIFIED, [(9, 1)], *VERIFIED[::-1]):
+        step = verifying_of(module, parts)
+        if recorded is None or watched is None:
+            watched = Watched(**vars(step.model))
+            recorded = DecodeGraphs(watched, PAGE_SIZE, 6, lambda run: run, most_drafts=3)
+            assert recorded.most_rows == 24
+        watched.pool.pages = step.model.pool.pages
+        assert recorded.covers(step.inputs)
+        step.check(lambda recorded=recorded, step=step: recorded.run(step.inputs))  # type: ignore[misc]
+    assert {rows: len(addresses) for rows, addresses in seen.items()} == {8: 1, 16: 1, 24: 1}
+    assert not recorded.covers(verifying_of(module, [(9, 5)]).inputs), "more than three drafts"
+    assert not recorded.covers(verifying_of(module, [(9, 4)] * 7).inputs), "28 rows"
+    assert not recorded.covers(PagedStep(module, TORCH, [(9, 2)]).inputs), "a chunk, which has one row of logits"
+
+
 def test_batch_sizes_pad_every_batch_by_little() -> None:
     for most in (1, 2, 3, 7, 8, 64, 100, 256, 1000):
         sizes = batch_sizes(most)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable
 from typing import Any
 
@@ -196,28 +196,43 @@ def test_step_that_verifies_drafts_is_recorded_where_there_is_speculation() -> N
         torch.testing.assert_close(graphs.run(inputs), expected, atol=1e-4, rtol=1e-4)
 
 
-def test_engine_with_recorded_drafts_gives_same_tokens_as_without_speculation() -> None:
-    most_rows = 0
+def test_engine_with_recorded_drafts_gives_same_tokens_as_without_speculation(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Twelve streams: more than a step with a chunk has room for verify drafts together where none arrives."""
+    most_rows, kinds = 0, Counter[str]()
 
-    class Counted(MixedGraphs):
+    class Verifying(DecodeGraphs):
         def run(self, inputs: StepInputs, previous_tokens: Tensor | None = None) -> Tensor:
             nonlocal most_rows
             most_rows = max(most_rows, len(inputs.wanted))
             return super().run(inputs, previous_tokens)
 
+    run = StepInputs.run
+
+    def eager(self: StepInputs, *given: Any) -> Tensor:
+        kinds["eager"] += 1
+        return run(self, *given)
+
     answers = []
     for speculative in (None, fixed(4)):
-        engine = engine_of(max_num_batched_tokens=80, max_num_seqs=9, speculative_config=speculative)
+        engine = engine_of(max_num_batched_tokens=80, max_num_seqs=12, speculative_config=speculative)
         if speculative is not None:
-            graphs = DecodeGraphs(engine.model, 16, 9, lambda run: run)
-            mixed_ones = Counted(engine.model, 16, 9, 80, lambda run: run, most_drafts=engine.config.most_drafts)
-            engine.pipeline.runner = Runner(engine.model, 16, None, [graphs, mixed_ones])
-        for number in range(3):
+            drafts = {"most_drafts": engine.config.most_drafts}
+            decodes = DecodeGraphs(engine.model, 16, 12, lambda run: run)
+            verifying = Verifying(engine.model, 16, 12, lambda run: run, **drafts)
+            mixed_ones = MixedGraphs(engine.model, 16, 12, 80, lambda run: run, **drafts)
+            engine.pipeline.runner = runner = Runner(engine.model, 16, None, [decodes, verifying, mixed_ones])
+            assert runner.draft_room == (60, 6, 39)  # 12 streams of 5 rows; 8 of 5 with a chunk
+            assert Runner(engine.model, 16, None, [decodes, mixed_ones]).draft_room == (0, 6, 39)
+            assert engine.speculation is not None
+            engine.speculation.policy.stop_at(runner.draft_room)
+            monkeypatch.setattr(StepInputs, "run", eager)
+        for number in range(12):
             params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True)
             engine.add(Submission(f"{number}", [5 + number, 9, 30] * 10, params))
         answers.append(answers_of(engine))
     assert answers[0] == answers[1]
-    assert most_rows >= 10, "two streams with four drafts each"
+    assert most_rows >= 30, "more than six streams with four drafts each"
+    assert not kinds, "no step is launched kernel by kernel"
 
 
 @pytest.mark.parametrize(("name", "is_ahead"), [("llama", False), ("gemma3_text", True)])

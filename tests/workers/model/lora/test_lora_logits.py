@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from crossdock.kernels.backend import choose_attention
 from crossdock.kernels.packages import triton_is_interpreted
 from crossdock.workers.model.layers import fusion
 from crossdock.workers.model.load import wrap_module
@@ -84,6 +85,39 @@ def test_triton_computes_logits_of_peft(tmp_path: Path) -> None:
     names = ["", *(one.adapter.fingerprint for one in adapters)] * 2
     for ours, theirs in zip(through_pages(model, PROMPTS, [whole], names), expected, strict=False):
         torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-3)
+
+
+@needs_triton
+def test_triton_layers_add_what_adapters_change_in_joined_projections(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Queries, keys and values are one product, and so are gates and ups: each is two launches for adapters, and so are
+    the other two projections. Not each adapter changes all of them.
+    """
+    from crossdock.kernels.gpu.triton_low_rank import LowRankRows  # Triton is not installed everywhere
+
+    module = build("llama", {**FUSED["llama groups of 3"], "num_hidden_layers": 2})
+    adapters = adapters_of(module, tmp_path)
+    prompts = [PROMPTS[0], PROMPTS[4], PROMPTS[1][:9], PROMPTS[2][:7]]  # few rows: the interpreter computes them
+    models = [module, *(one.model for one in adapters)]
+    expected = [monolithic(model, prompt) for model, prompt in zip(models, prompts, strict=True)]
+    model = with_adapters(module, adapters, attention=choose_attention("triton", torch.device("cpu")))
+    assert model.kernels == "triton steps"
+    assert model.adapters is not None
+    assert model.adapters.in_triton
+    whole = [(number, 0, len(prompt)) for number, prompt in enumerate(prompts)]
+    names = ["", *(one.adapter.fingerprint for one in adapters)]
+    num_added, add = 0, LowRankRows.add
+
+    def counted(self: LowRankRows, *args: Any) -> None:
+        nonlocal num_added
+        num_added += 1
+        add(self, *args)
+
+    monkeypatch.setattr(LowRankRows, "add", counted)
+    for ours, theirs in zip(through_pages(model, prompts, [whole], names), expected, strict=True):
+        torch.testing.assert_close(ours, theirs, atol=2e-4, rtol=1e-3)
+    assert num_added == 4 * model.num_hidden_layers
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -31,6 +31,7 @@ from tests.workers.architectures import build
 from tests.workers.ranks import Ranks, saved
 from tests.workers.replica.engine.test_pipeline import CLASSES, KINDS, MORE_KINDS, served, submissions
 from tests.workers.replica.engines import run, tokens_of
+from tests.workers.replica.speculating import fixed
 from tests.workers.worker_groups import SETTINGS, engine_of_ranks
 
 NUM_DECODE_GRAPHS, NUM_GRAPHS = 4, 6  # for 1, 2, 4 and 8 sequences; and for 64 and 80 tokens of chunks beside decodes
@@ -129,6 +130,31 @@ def test_all_ranks_replay_the_same_steps(
         ours = list(steps)
     assert answers[0][-len(ours) :] == ours
     assert {kind for kind, _ in ours} == {"decodes", "mixed"}
+
+
+def test_all_ranks_verify_drafts_in_recorded_steps(ranks: Ranks, path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Prompts that repeat themselves have drafts from their own text: eight streams of them, not all of one length."""
+    prompts = [[5 + number, 9, 30, 31, 32][: 3 + number % 3] * 8 for number in range(8)]
+
+    def answers_of(engine: Engine) -> dict[str, list[int]]:
+        params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
+        for number, prompt in enumerate(prompts):
+            engine.add(Submission(f"{number}", prompt, params))
+        return {name: tokens_of(deltas) for name, deltas in run(engine).items()}
+
+    plain = answers_of(new_engine(load_model(ModelSpec(str(path), "float32")), EngineConfig(**SETTINGS)))
+    steps, answers = stand_in(monkeypatch), list[Any]()
+    follower = partial(follow_recording, None)
+    with engine_of_ranks(ranks, path, 2, 1, follower, answers, speculative_config=fixed(3)) as engine:
+        assert engine.pipeline.runner.graphs_text == (
+            "decodes, steps that verify drafts in up to 32 rows, steps with chunks of up to 80 tokens"
+        )
+        del steps[:]  # those of the check at load
+        assert answers_of(engine) == plain
+        ours = list(steps)
+    assert answers[0][-len(ours) :] == ours
+    assert {kind for kind, _ in ours} == {"decodes", "mixed"}
+    assert max(rows for kind, rows in ours if kind == "decodes") > 8, "streams verify drafts"
 
 
 def test_steps_ahead_give_the_tokens_of_steps_in_turn(

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
-from crossdock.workers.schedule.drafts.drafting import DraftPolicy, FreeDrafts, Stream
+from crossdock.workers.schedule.drafts.drafting import DraftPolicy, DraftRoom, FreeDrafts, Stream
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 
 MOST = 4
@@ -268,17 +268,25 @@ def test_forgotten_request_leaves_no_record() -> None:
 
 
 @pytest.mark.parametrize("adaptive", [False, True])
-@pytest.mark.parametrize("room", [(6, 39), (6, 8), (2, 64)])
-def test_drafts_stop_at_the_streams_and_rows_that_are_recorded(room: tuple[int, int], adaptive: bool) -> None:
-    """A GPU launches any other step kernel by kernel, though its predicted seconds are those of a graph."""
+@pytest.mark.parametrize("room", [DraftRoom(39, 6, 39), DraftRoom(14, 6, 8), DraftRoom(64, 2, 64), DraftRoom(12, 2, 9)])
+def test_drafts_stop_at_the_rows_that_are_recorded(room: DraftRoom, adaptive: bool) -> None:
+    """A GPU launches any other step kernel by kernel, though its predicted seconds are those of a graph.
+
+    Twelve streams take twelve rows without drafts, and the third and the fourth room leave them 52 and none.
+    """
     config = SpeculativeConfig(method="suffix", num_speculative_tokens=MOST, adaptive=adaptive)
     policy, streams = DraftPolicy(config, FreeDrafts()), streams_of(12)
     whole = policy.lengths(streams, work_of(streams), FREE_ROWS)
     assert len(whole) > 2
     policy.stop_at(room)
     lengths = policy.lengths(streams, work_of(streams), FREE_ROWS)
-    assert 0 < len(lengths) <= room[0]
-    assert sum(1 + length for length in lengths.values()) <= room[1]
+    assert sum(lengths.values()) == min(sum(whole.values()), room.rows - 12)
     assert all(length <= whole[request_id] for request_id, length in lengths.items())
+    beside = policy.beside_chunk({request_id: [7] * length for request_id, length in whole.items()})
+    assert 0 < len(beside) <= room.streams_beside_chunk
+    assert sum(1 + len(tokens) for tokens in beside.values()) <= room.rows_beside_chunk
+    assert all(len(tokens) <= whole[request_id] for request_id, tokens in beside.items())
     policy.stop_at(None)
     assert policy.lengths(streams, work_of(streams), FREE_ROWS) == whole
+    drafts = {"0": [3, 4]}
+    assert policy.beside_chunk(drafts) is drafts
