@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,10 +37,16 @@ class Engines:
         name: str,
         max_model_len: int | None = None,
         prepare: Callable[[Any], None] = lambda _: None,
+        *,
+        tokenizer: Path | None = None,
         **options: Any,
     ) -> None:
-        """`prepare` changes transformers' module, for example packs weights. `options`: of loading."""
+        """`prepare` changes transformers' module, for example packs weights. `options`: of loading.
+
+        `tokenizer`: its folder, for grammars.
+        """
         self._bench, self._name, self._max_model_len = bench, name, max_model_len
+        self._tokenizer = tokenizer
         self._prepare, self._options = prepare, options
         self._model = Once(self._load)
         self._engine: Engine | None = None
@@ -62,7 +69,7 @@ class Engines:
         if self._engine is None or self._settings != settings:
             self._drop()
             model = self._model()[0]
-            self._engine = new_engine(model, EngineConfig(**self._bench.sizes.engine, **settings))
+            self._engine = new_engine(model, EngineConfig(**self._bench.sizes.engine, **settings), self._tokenizer)
             self._settings, self._is_warm = settings, False
             model.pool.tensor.normal_()
         if is_warm and not self._is_warm:
@@ -294,4 +301,4 @@ def shapes(bench: Bench) -> Iterator[Case]:
 
 
 SECTIONS = [Section("engine", 200.0, engine)]
-SHAPES = Section("shapes", 120.0, shapes)
+SHAPES = Section("shapes", 110.0, shapes)

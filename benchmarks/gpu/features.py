@@ -1,10 +1,13 @@
-"""Measure what has no figure on a GPU yet: packed weights, adapters, drafts, sampling, pages that leave for the host.
+"""Measure what has no figure on a GPU yet: packed weights, adapters, drafts, sampling, pages that leave for the host,
+latents, JSON, new weights.
 
 Each figure stands beside that of plain weights, or of the same streams without the feature, on the same card.
 """
 
+import json
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -13,13 +16,18 @@ from typing import Any
 import torch
 from gpu.cases import Bench, Case, Section
 from gpu.engines import Engines, batch_prompts, decode, generate, prefill
+from gpu.models import paged, random_module, write_tokenizer
 from gpu.rows import Figures
 from torch import nn
 
 from crossdock.kernels.packed import PackedMatrix
 from crossdock.workers.model.weights.packed_layers import put_experts, put_linear
+from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.engine.computing import new_engine
+from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.tiers.page_copies import PoolCopies
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
+from crossdock.workers.schedule.request.submission import Grammar, SamplingParams, Submission
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "models"))
 
@@ -27,6 +35,10 @@ from adapters import random_adapter, run_round
 
 _RANK = 16  # of adapters
 _DRAFTS = 3  # tokens a stream
+_UPDATED_POOL = 1 << 30  # bytes of pages: two models and pools are there at once
+_ENTRY = {"type": "object", "properties": {"name": {"type": "string"}, "count": {"type": "integer"}}}
+_SCHEMA = {"type": "array", "minItems": 200, "items": {**_ENTRY, "required": ["name", "count"]}}
+"""JSON that is longer than any answer here."""
 _WAYS: dict[str, dict[str, Any]] = {
     "greedy": {},
     "temperature": {"temperature": 1.0},
@@ -188,10 +200,109 @@ def _evicted(bench: Bench, engines: Engines) -> Figures:
     return {"ms": 1e3 * seconds, "gb_per_s": pages.nbytes / seconds / 1e9, "pages_that_differ": differing}
 
 
+def latents(bench: Bench) -> Iterator[Case]:
+    """Yield decodes of models whose pages hold latents."""
+    for name in bench.sizes.latent:
+        engines = Engines(bench, name, bench.sizes.shape_len)
+        for streams, context in bench.sizes.decodes:
+            case = f"{name}: decode {streams} x {context}"
+            yield Case(case, partial(decode, bench, engines, streams, context))
+        engines.free()
+
+
+def structured(bench: Bench) -> Iterator[Case]:
+    """Yield streams that write JSON by a schema, beside the same streams without one."""
+    sizes = bench.sizes
+    name, shape = next(iter((sizes.served if sizes.is_dry else sizes.models).items()))
+    with tempfile.TemporaryDirectory() as folder:
+        write_tokenizer(Path(folder), shape["vocab_size"])
+        engines = Engines(bench, name, None, partial(_end_with, shape["vocab_size"] - 1), tokenizer=Path(folder))
+        yield Case("JSON", partial(_structured, bench, engines))
+        engines.free()
+
+
+def _end_with(token: int, module: Any) -> None:
+    """Have `token` end answers, the tokenizer's last one: grammars need an end that is no text."""
+    module.config.eos_token_id = module.generation_config.eos_token_id = token
+
+
+def _structured(bench: Bench, engines: Engines) -> Figures:
+    grammar = Grammar("json_schema", json.dumps(_SCHEMA))
+    plain = _sampled(bench, engines, {})
+    written = _sampled(bench, engines, {"grammar": grammar})
+    return {**written, "over_plain": written["ms_a_step"] / plain["ms_a_step"]}
+
+
+def updates(bench: Bench) -> Iterator[Case]:
+    """Yield an update of all weights in place."""
+    yield Case("all weights", partial(_updated, bench))
+
+
+def _updated(bench: Bench) -> Figures:
+    """Measure the reading of new weights, which goes on beside steps, and the pause in which they are put in place.
+
+    Recorded steps read them afterwards: the tokens must be those of an engine that began with these weights.
+    """
+    name = next(iter(bench.sizes.served))
+    prompts, tokens = batch_prompts(bench)[:8], bench.sizes.batch[2]
+    with tempfile.TemporaryDirectory() as folder:
+        module = random_module(bench, name)
+        module.save_pretrained(folder)
+        num_bytes = sum(parameter.nbytes for parameter in module.parameters())
+        expected = _answers(_engine_of(bench, module), prompts, tokens)
+        del module
+        bench.device.collect()
+        engine = _engine_of(bench, random_module(bench, name))
+        before = _answers(engine, prompts, tokens)
+        weights = engine.executor.new_weights
+        assert weights is not None
+        started = time.perf_counter()
+        weights.call("start", {})
+        weights.call("read", {"folder": folder})
+        read_s = time.perf_counter() - started
+        started = time.perf_counter()
+        weights.put()
+        engine.executor.runner.wait()
+        pause_s = time.perf_counter() - started
+        engine.pages.block_pool.clear_cache()
+        found = _answers(engine, prompts, tokens)
+    differing = sum(one != other for one, other in zip(found, expected, strict=True))
+    changed = sum(one != other for one, other in zip(found, before, strict=True))
+    return {
+        "gb": num_bytes / 1e9,
+        "read_s": read_s,
+        "pause_ms": 1e3 * pause_s,
+        "answers_that_differ": differing,
+        "answers_that_changed": changed,
+    }
+
+
+def _engine_of(bench: Bench, module: Any) -> Engine:
+    return new_engine(paged(bench, module), EngineConfig(**{**bench.sizes.engine, "kv_cache_memory": _UPDATED_POOL}))
+
+
+def _answers(engine: Engine, prompts: list[list[int]], tokens: int) -> list[list[int]]:
+    """Return the greedy tokens of each prompt."""
+    found: dict[str, list[int]] = {}
+    for number, prompt in enumerate(prompts):
+        params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        engine.add(Submission(f"{number}", prompt, params))
+    while engine.has_work:
+        for delta in engine.step().deltas:
+            found.setdefault(delta.request_id, []).extend(delta.token_ids)
+    return [found[f"{number}"] for number in range(len(prompts))]
+
+
 SAMPLING = Section("sampling", 60.0, sampling)
 SECTIONS = [
     Section("packed weights", 150.0, packed),
-    Section("adapters", 40.0, adapters),
+    Section("adapters", 60.0, adapters),
     Section("drafts", 60.0, drafts),
     Section("evicted pages", 20.0, evictions),
 ]
+BESIDE_SERVERS = [
+    Section("latents", 60.0, latents),
+    Section("structured output", 40.0, structured),
+    Section("weight update", 40.0, updates),
+]
+"""What the time of the call `servers` suffices for."""

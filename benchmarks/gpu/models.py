@@ -1,11 +1,15 @@
 """Models with random weights in the shapes of known ones, and the least that their steps must read and compute."""
 
+import string
 from dataclasses import dataclass
+from itertools import islice, product
+from pathlib import Path
 from typing import Any
 
 import torch
 from gpu.cases import Bench
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from crossdock.kernels.backend import choose_attention
 from crossdock.workers.model.load import wrap_module
@@ -30,7 +34,8 @@ class Weights:
         experts = sum(size for name, size in sizes.items() if ".experts." in name)
         head = module.get_output_embeddings().weight
         config = module.config
-        num_experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", 0)
+        names = "num_experts", "num_local_experts", "n_routed_experts"
+        num_experts = next((count for name in names if (count := getattr(config, name, None))), 0)
         share = config.num_experts_per_tok / num_experts if experts else 0.0
         return cls(sum(sizes.values()) - experts - head.nbytes, head.nbytes, experts, share, head.itemsize)
 
@@ -46,7 +51,8 @@ class Weights:
 
 def random_module(bench: Bench, name: str, **changes: Any) -> Any:
     """Return transformers' model of this shape with random weights on the device. `changes`: of its configuration."""
-    values = {**(bench.sizes.models | bench.sizes.coded | bench.sizes.served)[name], **changes}
+    sizes = bench.sizes
+    values = {**(sizes.models | sizes.coded | sizes.served | sizes.latent)[name], **changes}
     config = AutoConfig.for_model(values.pop("model_type"), **values)
     with torch.device(bench.device.name):
         return AutoModelForCausalLM.from_config(config, dtype=getattr(torch, bench.sizes.dtype))
@@ -56,3 +62,14 @@ def paged(bench: Bench, module: Any, max_model_len: int | None = None, **options
     """Put the module behind the attention that a replica would choose; in a dry run Triton's, interpreted."""
     attention = choose_attention("triton", torch.device("cpu")) if bench.sizes.is_dry else None
     return wrap_module(module, LoadOptions(max_model_len, attention=attention, **options))
+
+
+def write_tokenizer(folder: Path, num_tokens: int) -> None:
+    """Write a tokenizer of all bytes, of words of two to four letters, and of an end as its last token."""
+    words = ("".join(letters) for size in (2, 3, 4) for letters in product(string.ascii_lowercase, repeat=size))
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    tokens = [*alphabet, *islice(words, num_tokens - len(alphabet) - 1)]
+    backend = Tokenizer(models.BPE(vocab={token: number for number, token in enumerate(tokens)}, merges=[]))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken("<|end|>", special=True)])
+    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>").save_pretrained(folder)

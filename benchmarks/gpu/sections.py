@@ -16,7 +16,7 @@ from gpu.rows import Figures
 _CALLS = {
     "truth": [*engines.SECTIONS, *limit.SECTIONS, features.SAMPLING, *attention.SECTIONS],
     "features": [*features.SECTIONS, *transfer.SECTIONS, engines.SHAPES],
-    "servers": served.SECTIONS,
+    "servers": [*served.SECTIONS, *features.BESIDE_SERVERS],
     "kernels": [*checks.SECTIONS, *steps.SECTIONS],
     "others": [*attention.TILES, *others.SECTIONS],
 }

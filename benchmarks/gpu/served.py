@@ -19,12 +19,11 @@ import psutil
 import yaml
 from gpu.cases import Bench, Case, Once, Section
 from gpu.engines import Engines, generate
-from gpu.models import random_module
+from gpu.models import random_module, write_tokenizer
 from gpu.rows import Figures
 from servers import RunningServer, command_line, serving
-from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
 
+_BYTES = 257  # tokens: all bytes, and an end
 _DECODE = "ray::ServeReplica:crossdock:decode"  # title of a replica's process
 
 
@@ -32,11 +31,7 @@ def write_model(bench: Bench, folder: Path) -> None:
     """Write a random model, and a tokenizer of bytes, as a directory that a server loads."""
     module = random_module(bench, next(iter(bench.sizes.served)))
     module.save_pretrained(folder)
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Tokenizer(models.BPE(vocab={letter: number for number, letter in enumerate(alphabet)}, merges=[]))
-    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    backend.add_special_tokens([AddedToken("<|end|>", special=True)])
-    PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|end|>").save_pretrained(folder)
+    write_tokenizer(folder, _BYTES)
 
 
 def served(bench: Bench) -> Iterator[Case]:

@@ -73,6 +73,45 @@ _SERVED: dict[str, Any] = {
     "num_hidden_layers": 16,
     "head_dim": 64,
 }
+_LATENT: dict[str, Any] = {
+    "model_type": "deepseek_v2",
+    "vocab_size": 102400,
+    "hidden_size": 2048,
+    "intermediate_size": 10944,
+    "num_hidden_layers": 27,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 16,
+    "q_lora_rank": None,
+    "kv_lora_rank": 512,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "head_dim": 64,
+    "moe_intermediate_size": 1408,
+    "n_routed_experts": 64,
+    "n_shared_experts": 2,
+    "num_experts_per_tok": 6,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 1,
+    "max_position_embeddings": 32768,
+    "initializer_range": 0.002,  # as of Qwen3-30B-A3B
+}
+_TINY_LATENT = {
+    "num_key_value_heads": 2,
+    "q_lora_rank": None,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "first_k_dense_replace": 0,
+}
 _TINY_EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 
 
@@ -84,6 +123,7 @@ class Sizes:
     models: dict[str, dict[str, Any]]  # the first is measured most
     coded: dict[str, dict[str, Any]]  # models whose experts are four-bit codes
     served: dict[str, dict[str, Any]]  # one model, which servers load
+    latent: dict[str, dict[str, Any]]  # models whose pages hold latents
     dtype: str
     heads: int  # of attention measured alone, as in the first model
     kv_heads: int
@@ -124,6 +164,7 @@ REAL = Sizes(
     models=_MODELS,
     coded={"gpt-oss-20b": _GPT_OSS},
     served={"Llama-1B": _SERVED},
+    latent={"DeepSeek-V2-Lite": _LATENT},
     dtype="bfloat16",
     heads=32,
     kv_heads=8,
@@ -196,6 +237,7 @@ DRY = Sizes(
     },
     coded={"gpt-oss-20b": {"model_type": "gpt_oss", **_TINY, "num_local_experts": 4, "num_experts_per_tok": 2}},
     served={"Llama-1B": {"model_type": "llama", **_TINY, "vocab_size": 257}},
+    latent={"DeepSeek-V2-Lite": {"model_type": "deepseek_v2", **_TINY, **_TINY_LATENT}},
     dtype="float32",  # Triton's interpreter multiplies bfloat16 by its bits
     heads=4,
     kv_heads=2,

@@ -27,6 +27,8 @@ DRY_RUNS = [  # parts of calls, each far below the limit of a test
     ("truth", ("limit", "sampling", "decode", "prefill")),
     ("features", ("packed weights",)),
     ("features", ("adapters", "drafts", "evicted pages", "transfer", "shapes")),
+    ("servers", ("latents", "structured output")),
+    ("servers", ("weight update",)),
     ("kernels", ("checks", "steps")),
 ]
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton: pip install triton")
@@ -264,6 +266,14 @@ GOALS = {  # section, case: the figures that just meet a goal, and that just mis
     ("engine", "Llama-3.1-8B: prefill 8192"): ({"of_peak": 0.6}, {"of_peak": float("nan")}),
     ("engine", "Llama-3.1-8B: chunks of 2048 beside 64 decodes"): ({"of_prefill": 0.95}, {"of_prefill": 0.94}),
     ("engine", "gaps"): ({"of_tpot": 1.25}, {"of_tpot": 1.26}),
+    ("engine", "Llama-3.1-8B: chunk of 64 at 122880 beside 64 decodes"): ({"ms": 22.0}, {"ms": 22.1}),
+    ("engine", "Llama-3.1-8B: decode 1 x 1024"): ({"ahead_over_least": 1.45}, {"ahead_over_least": 1.46}),
+    ("packed weights", "FP8 by rows: decode 64 x 1024"): ({"of_plain": 0.75}, {"of_plain": 0.76}),
+    ("packed weights", "FP8 by rows: prefill"): ({"of_plain": 0.7}, {"of_plain": float("nan")}),
+    ("adapters", "adapters"): ({"step_over_base": 1.25}, {"step_over_base": 1.26}),
+    ("servers", "one replica"): ({"of_engine": 0.95}, {"of_engine": 0.94}),
+    ("servers", "a pair, its decode replica killed"): ({"answers_that_differ": 0}, {"answers_that_differ": 1}),
+    ("weight update", "all weights"): ({"answers_that_differ": 0}, {"answers_that_differ": 1}),
     ("transfer", "NIXL, 512 pages of 2097152 bytes"): ({"pages_that_differ": 0}, {"pages_that_differ": 1}),
     ("others", "transformers, continuous batching"): ({"tokens_per_s": 99.0}, {"tokens_per_s": 101.0}),
     ("others", "vLLM"): ({"tokens_per_s": 100.0}, {"tokens_per_s": 101.0}),
