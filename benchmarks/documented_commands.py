@@ -56,6 +56,8 @@ NOT_RUN = {
 OF_TRAINERS = re.compile(r"/(pause|is_paused|resume|sleep|is_sleeping|wake_up)\b")  # need --enable-rollouts
 LACKING = {
     r"VL-": "needs a model of pictures from the hub",
+    r"bge-|cross-encoder/": "needs a text encoder from the hub",
+    r"\bHEAD\b": "needs a head of EAGLE-3",
     r"Qwen3-8B": "needs a model with a longer context than the default model's",
     r"lora": "needs an adapter",
     r"/qwen/": "needs two applications on one cluster",

@@ -4,7 +4,6 @@ import difflib
 import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from fnmatch import fnmatchcase
 from typing import Any, TypeAlias
 
 from crossdock.cluster.config_file import gone_setting
@@ -96,8 +95,10 @@ def _take(name: str, words: Sequence[str], found: Verdict, given: Collection[str
         line.notes.append(found.line(name) if found.state == "needless" else f"{name}: not needed: it is off here")
     elif found.becomes:
         _translate(name, value, found, given, line)
-    elif found.state in ("needless", "lost") or any(fnmatchcase(value or "", each) for each in found.harmless):
-        line.notes.append(found.line(name) if found.state in ("needless", "lost") else f"{name} {value}: not needed")
+    elif found.state in ("needless", "lost"):
+        line.notes.append(found.line(name))
+    elif note := found.line_of_harmless(name, value or ""):
+        line.notes.append(note)
     else:
         line.errors.append(found.line(name))
 

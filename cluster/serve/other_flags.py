@@ -63,18 +63,23 @@ class Verdict:
     """Says for a flag that is missing here what a user reads, and what a start does.
 
     `text`: what a user reads. `becomes`: the words of ours with the same meaning; empty: there are none. `words`:
-    values, and ours for them. `harmless`: patterns of values with which a refused flag does nothing.
+    values, and ours for them. `harmless`: patterns of values with which a refused flag does nothing, and why.
     """
 
     state: State
     text: str
     becomes: str = ""
     words: Mapping[str, str] = field(default_factory=dict)
-    harmless: tuple[str, ...] = ()
+    harmless: Mapping[str, str] = field(default_factory=dict)
 
     def line(self, flag: str) -> str:
         """Return the line that a user reads about the flag."""
         return f"{flag}: {STATES[self.state]} {self.text}"
+
+    def line_of_harmless(self, flag: str, value: str) -> str | None:
+        """Return the line about a refused flag whose value does nothing; None: the value does something."""
+        reasons = (reason for pattern, reason in self.harmless.items() if fnmatchcase(value, pattern))
+        return next((f"{flag} {value}: {STATES['needless']} {reason}" for reason in reasons), None)
 
 
 def verdict(flag: str) -> Verdict | None:
@@ -118,7 +123,7 @@ def _verdict_of(group: Mapping[str, Any]) -> Verdict:
         group[state],
         group.get("becomes", ""),
         words if isinstance(words, dict) else {},
-        tuple(group.get("harmless", ())),
+        group.get("harmless", {}),
     )
 
 

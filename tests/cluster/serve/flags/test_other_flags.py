@@ -225,7 +225,7 @@ def test_flag_of_others_ends_the_command_with_its_line(command: str, args: list[
         ("--no-enable-eplb --port 9", "--port 9", "--no-enable-eplb: not needed: it is off here"),
         ("--trust-remote-code=false", "", "--trust-remote-code: not needed"),
         ("-O3 -cc.mode 3 --port 9", "--port 9", "-O: not needed: kernels are chosen by device"),
-        ("--node-rank 0", "", "--node-rank 0: not needed"),
+        ("--node-rank 0", "", "--node-rank 0: not needed: this node is the first one"),
         ('--kv-transfer-config {"kv_role":"kv_both"}', "", "--kv-transfer-config"),
         (
             "--speculative-config.method medusa --speculative-config.num_speculative_tokens 1",
