@@ -41,7 +41,7 @@ def told(answer: tuple[int, list[str]]) -> str:
 
 
 def rows(lines: Sequence[str], sides: Sequence[Checkout]) -> list[list[tuple[int, list[str]]]]:
-    """Return what each checkout says of each line."""
+    """Return the answers of `said`, by line and by checkout."""
     return [[tuple(side.ask([line])) for side in sides] for line in lines]
 
 
