@@ -177,6 +177,15 @@ def server(words: list[str], folder: Path, args: argparse.Namespace) -> Iterator
         yield running.start_s
 
 
+def listening(command: Documented, args: argparse.Namespace) -> argparse.Namespace:
+    """Return the options with the port at which the server of this command listens.
+
+    `serve run` of a builder has no option for it: Serve's own port.
+    """
+    port = int(SERVER_PORT) if command.line.startswith("serve run crossdock:") else args.port
+    return argparse.Namespace(**vars(args) | {"port": port})
+
+
 def not_run(command: Documented, reason: str) -> str:
     """Return the outcome of a command that is not run: the reason, and what its own program says of its flags."""
     words = shlex.split(command.line)
@@ -194,7 +203,7 @@ def rows(args: argparse.Namespace, folder: Path) -> Iterator[tuple[Documented, O
     runs = [command for command in chosen if command.reason() is None]
     for command in (command for command in runs if command.is_server):
         try:
-            with server(adapted(command.line, args.port), folder, args) as start_s:
+            with server(adapted(command.line, args.port), folder, listening(command, args)) as start_s:
                 pass
             yield command, (f"{start_s:.1f}", "-", "0")
         except RuntimeError as error:

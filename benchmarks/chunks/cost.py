@@ -12,12 +12,14 @@ FLOP causal: the same linears, and only the pairs that attention needs, n * (con
 kernel that skips the masked tiles computes.
 KV written: every token's keys and values, once. KV read: each step reads every token up to its chunk's end at least
 once (its query tiles then find them in the cache). Weights read: those of the layers, once per step, likewise.
-Seconds: the steps of a Crossdock engine with no other request, median of the repeats.
+Seconds: the steps of a Crossdock engine with no other request, median of the repeats. CPU s: the least seconds of CPU
+time of all threads, which other processes on the machine change less.
 """
 
 import argparse
 import os
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -76,27 +78,34 @@ def flop(path: Path, chunks: list[int]) -> Flop:
     return Flop(linear, attention, attention * (total * (total + 1) // 2) // dense_pairs, layer_bytes)
 
 
-def seconds(engine: Engine, prompt: list[int], repeats: int, most_s: float) -> tuple[float, float, StepWork]:
-    """Return medians of the prompt's seconds in all and of the longest step's; and the work, to check its sum.
+@dataclass(frozen=True, slots=True)
+class Seconds:
+    """The seconds of one prompt: of all steps, of CPU time, and of the longest step."""
+
+    total: float
+    cpu: float
+    longest: float
+
+
+def seconds(engine: Engine, prompt: list[int], repeats: int, most_s: float) -> tuple[Seconds, StepWork]:
+    """Return medians of the prompt's seconds, but the least CPU time; and the work, to check its sum.
 
     After `most_s` seconds no further repeat begins.
     """
-    totals, longest, works = [], [], []
+    totals, cpu, longest, works = [], [], [], []
     for number in range(repeats):
         if sum(totals) > most_s:
             break
         engine.add(Submission(f"{number}", prompt, SamplingParams(max_tokens=1, temperature=0.0)))
-        steps = []
+        steps, cpu_before = [], time.process_time()
         while engine.has_work:
             steps.append(engine.step())
+        cpu.append(time.process_time() - cpu_before)
         totals.append(sum(step.seconds for step in steps))
         longest.append(max(step.seconds for step in steps))
         works = [step.batch.work for step in steps]
-    return (
-        median(totals),
-        median(longest),
-        StepWork(sum(work.prefill_tokens for work in works), sum(work.attended for work in works)),
-    )
+    done = StepWork(sum(work.prefill_tokens for work in works), sum(work.attended for work in works))
+    return Seconds(median(totals), min(cpu), median(longest)), done
 
 
 def written_on_gpus(names: list[str], chunk: int) -> list[list[str]]:
@@ -117,8 +126,8 @@ def sizes_of(tokens: int) -> list[int]:
     return [size for size in (64, 128, 256, 512, 1024, 2048) if size < tokens] + [tokens]
 
 
-def measure(arguments: argparse.Namespace, path: Path) -> tuple[dict[int, tuple[Flop, list[int], float, float]], int]:
-    """Return counts, chunks, seconds in all and of the longest step by size of chunk; and the KV bytes of a token."""
+def measure(arguments: argparse.Namespace, path: Path) -> tuple[dict[int, tuple[Flop, list[int], Seconds]], int]:
+    """Return counts, chunks and seconds by size of chunk; and the KV bytes of a token."""
     tokens = arguments.tokens
     config = {"chunk_policy": "fixed", "enable_prefix_caching": False, "max_num_seqs": 1, "admission": "queue"}
     prompt = [(7919 * position) % 40_000 for position in range(tokens)]
@@ -132,10 +141,10 @@ def measure(arguments: argparse.Namespace, path: Path) -> tuple[dict[int, tuple[
             warm_up(engine)
         else:
             engine = new_engine(engine.model, settings)
-        total, longest, work = seconds(engine, prompt, arguments.repeats, arguments.seconds / len(sizes_of(tokens)))
+        taken, work = seconds(engine, prompt, arguments.repeats, arguments.seconds / len(sizes_of(tokens)))
         assert (work.prefill_tokens, work.attended) == (tokens, tokens**2 / 2)
         chunks = [min(size, tokens - start) for start in range(0, tokens, size)]
-        rows[size] = (flop(path, chunks), chunks, total, longest)
+        rows[size] = (flop(path, chunks), chunks, taken)
     assert engine is not None
     return rows, engine.model.layout(16).token_bytes
 
@@ -154,10 +163,10 @@ def main() -> None:
 
     path, tokens = resolve_model(arguments.model), arguments.tokens
     rows, token_bytes = measure(arguments, path)
-    whole, _, whole_seconds, _ = rows[tokens]
+    whole, _, of_whole = rows[tokens]
     heads = ["chunk", "steps", "TFLOP causal", "TFLOP dense", "KV written MiB", "KV read MiB", "weights read GiB"]
-    lines = [[*heads, "seconds", "relative", "longest step s"]]
-    for size, (counts, chunks, total, longest) in rows.items():
+    lines = [[*heads, "seconds", "relative", "CPU s", "relative", "longest step s"]]
+    for size, (counts, chunks, taken) in rows.items():
         causal, dense = counts.linear + counts.causal_attention, counts.linear + counts.dense_attention
         read = sum(sum(chunks[: number + 1]) for number in range(len(chunks)))
         work = (f"{causal / 1e12:.3f}", f"{dense / 1e12:.3f}", f"{tokens * token_bytes / 2**20:.0f}")
@@ -165,7 +174,8 @@ def main() -> None:
             f"{read * token_bytes / 2**20:.0f} ({read / tokens:.1f}x)",
             f"{len(chunks) * counts.layer_bytes / 2**30:.2f}",
         )
-        times = (f"{total:.2f}", f"{total / whole_seconds:.2f}x", f"{longest:.2f}")
+        times = (f"{taken.total:.2f}", f"{taken.total / of_whole.total:.2f}x")
+        times += (f"{taken.cpu:.2f}", f"{taken.cpu / of_whole.cpu:.2f}x", f"{taken.longest:.2f}")
         lines.append([f"{size}", f"{len(chunks)}", *work, *moved, *times])
     share = whole.causal_attention / (whole.linear + whole.causal_attention)
     told = f"{path.name}, a prompt of {tokens} tokens; attention is {share:.0%} of the causal FLOP."

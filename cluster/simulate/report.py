@@ -145,7 +145,8 @@ def table(found: dict[str, Any], wall_s: float) -> Table:
     """Return a two-column table; times in milliseconds. `wall_s`: seconds that the simulation took."""
     replicas = sum(len(pool["replicas"]) for pool in found["pools"].values())
     router = found["router"]["policy"]
-    title = f"{found['requests']:,} requests on {replicas:,} replicas of {found['gpus']:,} GPUs, placed by {router}"
+    fleet = f"{_count(replicas, 'replica')} with {_count(found['gpus'], 'GPU')} in all"
+    title = f"{_count(found['requests'], 'request')} on {fleet}, placed by {router}"
     out = Table(title=title, show_header=False, title_justify="left")
     out.add_column(style="bold", no_wrap=True)
     out.add_column(justify="right")
@@ -168,7 +169,7 @@ def table(found: dict[str, Any], wall_s: float) -> Table:
             continue
         shares = pool["replicas"].values()
         out.add_row(
-            f"{escape(name)}: {len(shares)} x {_gpus(pool['gpus_each'])}, busy (least to most)",
+            f"{escape(name)}: {len(shares)} x {_count(pool['gpus_each'], 'GPU')}, busy (least to most)",
             f"{pool['utilisation']:.0%} ({min(shares):.0%} to {max(shares):.0%})",
         )
         rates = f"{pool['prefill_tokens_per_s']:.0f} / {pool['decode_tokens_per_s']:.0f} tok/s"
@@ -194,15 +195,15 @@ def table(found: dict[str, Any], wall_s: float) -> Table:
     return out
 
 
-def _gpus(number: int) -> str:
-    return f"{number} GPU{'s' * (number != 1)}"
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def search_answer(trials: Sequence[Trial], goal: float, num_gpus: int) -> str:
     """Return the result of a search for the highest rate as a sentence."""
     if (best := best_of(trials, goal)) is None:
-        return f"No rate that was tried keeps {goal:.0%} good on {_gpus(num_gpus)}."
-    return f"{best.rate:.3g} requests/s keep {goal:.0%} good on {_gpus(num_gpus)}."
+        return f"No rate that was tried keeps {goal:.0%} good on {_count(num_gpus, 'GPU')}."
+    return f"{best.rate:.3g} requests/s keep {goal:.0%} good on {_count(num_gpus, 'GPU')}."
 
 
 def search_table(trials: Sequence[Trial], goal: float) -> Table:

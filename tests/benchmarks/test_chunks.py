@@ -45,7 +45,9 @@ def test_cost_of_chunks_is_counted_and_measured_for_each_size(cost: Any, tmp_pat
     args = argparse.Namespace(model=str(tmp_path), tokens=96, repeats=1, seconds=60.0)
     rows, _ = cost.measure(args, tmp_path)
     assert list(rows) == [64, 96]
-    (chunked, parts, _, _), (whole, one, _, _) = rows.values()
+    (chunked, parts, taken), (whole, one, _) = rows.values()
+    assert 0 < taken.longest <= taken.total
+    assert taken.cpu > 0
     assert (parts, one) == ([64, 32], [96])
     assert chunked.linear == whole.linear
     assert chunked.causal_attention == whole.causal_attention

@@ -47,6 +47,14 @@ def test_command_runs_with_the_port_and_the_model_that_exist(script: ModuleType)
     assert words("crossdock chat") == ["chat", "--url", "http://127.0.0.1:9"]
 
 
+def test_server_of_a_builder_is_asked_at_serves_own_port(script: ModuleType) -> None:
+    options = argparse.Namespace(port=9)
+    builder = script.Documented("serving.md", "serve run crossdock:build_app model.path=MODEL")
+    assert script.listening(builder, options).port == 8000
+    assert script.listening(script.Documented("serving.md", "crossdock serve"), options).port == 9
+    assert options.port == 9
+
+
 # -- In the soak -------------------------------------------------------------------------------------------------------
 
 SCRIPT: Any = scripts.load("documented_commands")
@@ -83,7 +91,7 @@ def test_documented_command_runs(
     command: Any, folder: Path, options: argparse.Namespace, request: pytest.FixtureRequest
 ) -> None:
     if command.is_server:
-        own = argparse.Namespace(**vars(options) | {"port": free_port()})
+        own = SCRIPT.listening(command, argparse.Namespace(**vars(options) | {"port": free_port()}))
         SCRIPT.fill_manifest(folder, own.port)
         with SCRIPT.server(SCRIPT.adapted(command.line, own.port), folder, own):
             return

@@ -56,7 +56,7 @@ def test_report_counts_gpus_and_says_that_the_queue_grows(tmp_path: Path) -> Non
     flags = ["--pools", "mixed=1xh100-70b", "--request-rate", "100", "--json", str(file)]
     result = run("simulate", *flags, *FLEET)
     assert result.exit_code == 0, result.output
-    assert "1 replicas of 4 GPUs" in result.stdout
+    assert "on 1 replica with 4 GPUs in all" in result.stdout
     assert "mixed: 1 x 4 GPUs" in result.stdout
     assert "the queue grows" in result.stdout
     found = json.loads(file.read_text())
