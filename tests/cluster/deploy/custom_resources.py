@@ -1,9 +1,8 @@
 """The custom resources in our manifests, as far as the manifests use them.
 
 Written by hand from the API references of KubeRay (ray.io/v1, version 1.7) and of the Prometheus operator, because no
-registry that we build from has their definitions; no registry has an API server to ask, either. On 2026-11-22 all ten
-custom resources of our manifests also passed the operators' own definitions (KubeRay's of 2026-08-19, Prometheus' of
-2026-08-08), read as strict JSON schemas, which refused a misspelt field.
+registry that we build from has their definitions; no registry has an API server to ask, either. All objects of our
+manifests have passed an API server's own checks and the operators' own definitions: benchmarks/records/kubernetes.md.
 
 Unknown fields are errors: the API server would silently drop them. Pods inside are checked against Kubernetes' schema.
 """

@@ -27,13 +27,14 @@ ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's name for a ref
 class Browser:
     """One window. Every method is a request to chromedriver."""
 
-    def __init__(self) -> None:
+    def __init__(self, patience_s: float = 60) -> None:
+        """Start Chromium. A request to it, such as the opening of a page, may take `patience_s` seconds."""
         port = free_port()
         self._profile = tempfile.mkdtemp(prefix="cd-browser-")
         command = ["chromedriver", f"--port={port}", "--log-level=OFF"]
         environment = os.environ | {"HOME": self._profile}  # Chromium and its libraries write there
         self._driver = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environment)
-        self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60)
+        self._http = httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=patience_s)
         self._session = ""
         arguments = [*ARGUMENTS.split(), f"--user-data-dir={self._profile}"]
         wanted = {"goog:chromeOptions": {"args": arguments}, "goog:loggingPrefs": {"browser": "ALL"}}
