@@ -4,7 +4,7 @@ A replica's own publisher, publisher.py, is the only source of both. live_profil
 """
 
 from bisect import bisect
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from crossdock.workers.report.answer import Answer
@@ -124,7 +124,7 @@ def _started_seconds(scheduler: Scheduler) -> float:
     return sum([scheduler.forecast.prefill_seconds(each) for each in started])
 
 
-def _ends(scheduler: Scheduler, wanted: Collection[int], growths: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
+def _ends(scheduler: Scheduler, wanted: set[int], growths: Mapping[str, int]) -> tuple[tuple[int, int], ...]:
     """Return, of the requests that are expected to end first, the tokens until then and the pages that it frees.
 
     An output longer than the mean says little about its own end. But so many requests end no faster than one in each

@@ -3,6 +3,7 @@
 A cached page is in the prefix index and has no owner. Pages in quarantine are in none of these states here.
 """
 
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
@@ -34,7 +35,7 @@ class BlockPool:
         self.prefixes = prefixes
         self.price = EvictionPrice(num_pages, page_tokens)
         self.cached = CachedPages(self.price)  # indexed and unowned
-        self.num_owners = [0] * num_pages  # by page
+        self.num_owners = array("i", [0]) * num_pages  # by page; numpy reads it without a copy
         self.hash_of: list[PageHash | None] = [None] * num_pages  # by page; None: not indexed
         self._group_of = [0] * num_pages  # by page, as it was last allocated
         self._new = range(num_pages)  # free, and never used before

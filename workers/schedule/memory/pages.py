@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from crossdock.workers.schedule.memory.block_pool import BlockPool, OnEvict
 from crossdock.workers.schedule.memory.owned_states import OwnedStates
 from crossdock.workers.schedule.memory.page_events import PageEvents
@@ -151,23 +153,30 @@ class PagePool:
             counts.pop(page, None)
         return sum(count == self.block_pool.num_owners[page] for page, count in counts.items())
 
-    def num_freed_in_turn(self, owners: Sequence[str], besides: Collection[int] = ()) -> list[int]:
+    def num_freed_in_turn(self, owners: Sequence[str], besides: set[int] | frozenset[int] = frozenset()) -> list[int]:
         """Return how many pages, not counting those in `besides`, each of `owners` frees if they release theirs in this
         order."""
-        counts = Counter[int]()
+        released = Counter[int]()  # of the pages with several owners, which are few
         freed = list[int]()
         for owner in owners:
-            counts.update(pages := self._all_of(owner))
-            freed.append(
-                sum([counts[page] == self.block_pool.num_owners[page] and page not in besides for page in pages])
-            )
+            pages = np.asarray(self._all_of(owner))  # a live profile asks for all pages of long prompts
+            pages = pages[pages >= 0]
+            num_owners = np.asarray(self.block_pool.num_owners)[pages]
+            shared = pages[num_owners > 1].tolist()
+            released.update(shared)
+            still_owned = {page for page in shared if released[page] < self.block_pool.num_owners[page]}
+            kept = len(besides.difference(still_owned).intersection(pages.tolist())) if besides else 0
+            freed.append(len(pages) - len(still_owned) - kept)
         return freed
 
-    def _all_of(self, owner: str) -> list[int]:
+    def _all_of(self, owner: str) -> "array[int]":
         """Return the pages that an owner has in all groups, and those of its states."""
-        pages = [page for held in self._owned.get(owner, ()) for page in held.live()]
-        states = self.states.by_owner if self.state_pages else {}
-        return [*pages, *states[owner].pages()] if owner in states else pages
+        pages = array("i")
+        for held in self._owned.get(owner, ()):
+            pages.extend(held.live())
+        if self.state_pages and owner in self.states.by_owner:
+            pages.extend(self.states.by_owner[owner].pages())
+        return pages
 
     # -- changing --------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,7 @@
 """PagePool: every page in one state, prefixes found under their own salt only, nothing reused while quarantined."""
 
+from random import Random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -82,6 +84,30 @@ def test_num_freed_by_counts_pages_without_another_owner() -> None:
     assert pool.num_freed_by(["a", "b"]) == 3
     assert pool.num_freed_by(["a", "b"], besides=hits.pages) == 1
     assert pool.num_freed_by(["unknown"]) == 0
+
+
+@given(
+    shared=st.lists(st.integers(0, 4), min_size=1, max_size=5),
+    order=st.randoms(use_true_random=False),
+    besides=st.sets(st.integers(0, 31)),
+)
+def test_pages_freed_in_turn_are_those_that_releases_free(shared: list[int], order: Random, besides: set[int]) -> None:
+    """Each owner shares some pages of one prompt, and has two of its own."""
+    pool = PagePool(32, 4)
+    hashes = fill(pool, "first", list(range(16)))
+    for number, num_shared in enumerate(shared):
+        pool.share(str(number), pool.prefixes.match(hashes[:num_shared]))
+        pool.allocate(str(number), 2)
+    owners = ["first", "unknown", *map(str, range(len(shared)))]
+    order.shuffle(owners)
+    predicted = pool.num_freed_in_turn(owners), pool.num_freed_in_turn(owners, besides)
+    freed, freed_besides = [], []
+    for owner in owners:
+        held = set(pool.pages_of(owner))
+        freed.append(pool.release(owner))
+        unowned = {page for page in held if not pool.block_pool.num_owners[page]}
+        freed_besides.append(len(unowned - besides))
+    assert predicted == (freed, freed_besides)
 
 
 def test_release_of_an_unknown_owner_frees_nothing() -> None:
