@@ -1,14 +1,19 @@
 """Routing policies on a public trace of conversations, in simulated time.
 
-    python benchmarks/routing/public_trace.py conversation_trace.jsonl        # all fleets: about an hour
-    python benchmarks/routing/public_trace.py conversation_trace.jsonl --fleets pools --shifts 3000
+    python benchmarks/routing/public_trace.py conversation_trace.jsonl        # all fleets: hours
+    python benchmarks/routing/public_trace.py conversation_trace.jsonl --fleets pools --speed 0.8 --shifts 3000
 
 The trace is one of Mooncake's (FAST'25, kvcache-ai/Mooncake): an hour of requests, each with its time, its lengths and
-the hashes of its blocks. Each shift begins at another request of the trace, with empty caches. All requests are of
-class standard. Prints of each fleet and policy the means over the shifts: requests that kept the promises of their
-class; the time to first token of all prompts, and of those below 4,000 tokens; the longest gap in any stream; prompt
-tokens that were cached; and the error of predicted first tokens. The simulator takes every step alone where a fleet
-is busy: 600 requests on two replicas take a minute of one core.
+the hashes of its blocks. Each shift begins at another request of the trace, with empty caches. Prompts below 4,000
+tokens are of the class `--short-class`, all others of class standard.
+
+Each fleet is tried with and without memory of the host for pages, at the highest speed of the trace at which some
+policy keeps 95 % of the requests good. The search for this speed plays fewer requests of the first shift. Prints of
+each fleet and policy the means over the shifts: requests that kept the promises of their class, short prompts and
+others by themselves; the gain of the first policy, in points, with half of the 95 % interval of the differences
+between equal shifts; the time to first token; requests that were refused; the longest gap in any stream; prompt tokens
+that were cached; and the error of predicted first tokens. Prints each shift as it ends. The simulator takes every step
+alone where a fleet is busy: 600 requests on two replicas take half a minute of one core.
 """
 
 import argparse
@@ -22,50 +27,71 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tables
 
 from tables import Row, add_output_options, table, write
 
-from crossdock.cluster.bench.metrics import DEFAULT_TARGETS, Sample, spread_ms
+from crossdock.cluster.bench.metrics import DEFAULT_TARGETS, Sample, meets, spread_ms
 from crossdock.cluster.bench.workloads import Job, read_trace
-from crossdock.cluster.simulate.fleet import load_fleet
+from crossdock.cluster.simulate.capacity_search import best_of, highest_rate
+from crossdock.cluster.simulate.fleet import SimulatedFleet, load_fleet
 from crossdock.cluster.simulate.report import figures
 from crossdock.cluster.simulate.simulation import Simulation
-from crossdock.cluster.simulate.study import routed
+from crossdock.cluster.simulate.study import Estimate, routed
+from crossdock.workers.schedule.request.slo import DEFAULT_CLASS, DEFAULT_CLASSES
 
 SHORT = 4000  # tokens of a prompt
-FLEETS = {  # the pools, and how much faster than the trace its requests come
-    "mixed": ("mixed=8xh100-8b", 3.2),
-    "small": ("mixed=2xh100-8b", 0.8),
-    "pools": ("prefill=1xh100-8b,decode=1xh100-8b", 0.8),
-    "unlike": ("fast=4xh100-8b,slow=4xa100-8b", 2.0),
+GOAL = 0.95  # of the requests
+FLEETS = {  # the pools, and the speed of the trace at which the search begins
+    "mixed": ("mixed=8xh100-8b", 2.8),
+    "like": ("mixed=4xh100-8b", 1.3),
+    "small": ("mixed=2xh100-8b", 0.55),
+    "unlike": ("fast=1xh100-8b,slow=1xa100-8b", 0.4),
+    "pools": ("prefill=1xh100-8b,decode=1xh100-8b", 0.55),
 }
 POLICIES = ("seconds", "round-robin", "prefix-affinity", "pinned", "remaining-work")
 WAYS = ("seconds always", "seconds never")  # of pools alone
 
 
-def arrivals(trace: Path, speed: float, start: int, count: int) -> list[Job]:
-    """Return `count` requests of the trace from request `start` on, which comes at time 0."""
-    jobs = read_trace(trace, speed=speed)[start : start + count]
-    began = jobs[0].due or 0.0
-    return [replace(job, due=(job.due or 0.0) - began, service_tier="standard") for job in jobs]
+def arrivals(jobs: Sequence[Job], speed: float, start: int, count: int, short_class: str) -> list[Job]:
+    """Return `count` requests of the trace from request `start` on, which comes at time 0, each with its class."""
+    some = jobs[start : start + count]
+    began = some[0].due or 0.0
+    return [
+        replace(
+            job,
+            due=((job.due or 0.0) - began) / speed,
+            service_tier=short_class if job.prompt_tokens < SHORT else DEFAULT_CLASS,
+        )
+        for job in some
+    ]
 
 
-def play(pools: str, policy: str, jobs: Sequence[Job]) -> Row:
+def play(fleet: SimulatedFleet, policy: str, jobs: Sequence[Job]) -> Row:
     """Return the figures of one fleet and policy. `policy`: with a setting of router.shipping behind it, or without."""
     name, _, shipping = policy.partition(" ")
-    fleet = load_fleet(None, pools)
     for setting, value in (("policy", name), ("shipping", shipping or "auto")):
         fleet = next(routed(fleet, setting, [value]))[1]
     outcome = Simulation(fleet).run(jobs)
     found = figures(outcome, DEFAULT_TARGETS)
+    short = [sample for sample in outcome.samples if sample.prompt_tokens < SHORT]
+    other = [sample for sample in outcome.samples if sample.prompt_tokens >= SHORT]
     ttfts = spread_ms(sample.ttft for sample in outcome.samples if sample.ok)
-    short = spread_ms(sample.ttft for sample in outcome.samples if sample.ok and sample.prompt_tokens < SHORT)
+    short_ttfts = spread_ms(sample.ttft for sample in short if sample.ok)
     return {
-        "good %": 100 * found["goodput"]["share"],
+        "good %": good(outcome.samples),
+        "short good %": good(short),
+        "others good %": good(other),
         "TTFT p50, s": ttfts["p50"] / 1000,
         "p99, s": ttfts["p99"] / 1000,
-        "short p50, s": short["p50"] / 1000,
+        "short p50, s": short_ttfts["p50"] / 1000,
+        "short p90, s": short_ttfts["p90"] / 1000,
+        "refused %": 100 * sum(sample.refused for sample in outcome.samples) / len(outcome.samples),
         "longest gap, s": max(map(longest_gap, outcome.samples)),
         "cached %": 100 * found["prefix_hit_rate"],
         "predicted off by, %": 100 * found["ttft_prediction_error"]["p50"],
     }
+
+
+def good(samples: Sequence[Sample]) -> float:
+    """Return the percentage of requests that kept the promises of their class."""
+    return 100 * sum(meets(each, DEFAULT_TARGETS[each.service_tier or ""]) for each in samples) / max(len(samples), 1)
 
 
 def longest_gap(sample: Sample) -> float:
@@ -73,36 +99,73 @@ def longest_gap(sample: Sample) -> float:
     return max((after - before for before, after in pairwise(sample.times)), default=0.0)
 
 
-def mean(rows: Sequence[Row]) -> Row:
-    """Return the mean of each figure; of gaps the longest."""
-    return {
+def mean(rows: Sequence[Row], first: Sequence[Row]) -> Row:
+    """Return the mean of each figure, of gaps the longest, and what the `first` policy has more in the same shifts."""
+    means = {
         name: max(row[name] for row in rows) if "longest" in name else sum(row[name] for row in rows) / len(rows)
         for name in rows[0]
     }
+    for name, label in (("good %", "gain"), ("short good %", "short gain")) if rows is not first else ():
+        gain = Estimate.of([own[name] - row[name] for own, row in zip(first, rows, strict=True)])
+        means[label] = gain.mean
+        if gain.margin is not None:
+            means[f"{label} ±"] = gain.margin
+    return means
+
+
+def highest_speed(
+    fleet: SimulatedFleet, args: argparse.Namespace, jobs: Sequence[Job], policies: Sequence[str], begin: float
+) -> float:
+    """Return the highest speed of the trace, within 5 %, at which some policy keeps `GOAL`; prints what was tried."""
+
+    def run(speed: float) -> tuple[float, bool]:
+        requests = arrivals(jobs, speed, args.shifts[0], args.search_requests, args.short_class)
+        shares = []
+        for policy in policies:
+            shares.append(play(fleet, policy, requests)["good %"] / 100)
+            print(f"  speed {speed:.3g}, {policy}: {shares[-1]:.1%} good", flush=True)
+            if shares[-1] >= GOAL:
+                break
+        return max(shares), False
+
+    best = best_of(highest_rate(run, GOAL, begin), GOAL)
+    return best.rate if best is not None else begin
 
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("trace", type=Path)
     parser.add_argument("--fleets", nargs="+", choices=FLEETS, default=[*FLEETS])
-    parser.add_argument("--policies", nargs="+", default=[*POLICIES, *WAYS])
-    parser.add_argument("--shifts", type=int, nargs="+", default=[0, 3000, 6000], help="first requests of the trace")
-    parser.add_argument("--requests", type=int, default=1500, help="of each shift (default: %(default)s)")
+    parser.add_argument("--policies", nargs="+", default=[*POLICIES, *WAYS], help="the first is compared with the rest")
+    parser.add_argument("--host-memory", nargs="+", default=["none", "256GiB"], help="of each replica, for pages")
+    parser.add_argument("--short-class", choices=[slo.name for slo in DEFAULT_CLASSES], default="interactive")
+    parser.add_argument("--speed", type=float, help="of the trace, for all fleets (default: search for it)")
+    parser.add_argument("--search-requests", type=int, default=200, help="default: %(default)s")
+    shifts = [3000, 6000, 9000, 1000, 5000]
+    parser.add_argument("--shifts", type=int, nargs="+", default=shifts, help="first requests of the trace")
+    parser.add_argument("--requests", type=int, default=600, help="of each shift (default: %(default)s)")
     add_output_options(parser, "public-trace")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse_args()
+    jobs = read_trace(args.trace)
     results: dict[str, dict[str, Row]] = {}
     for name in args.fleets:
-        pools, speed = FLEETS[name]
-        for policy in args.policies:
-            if policy in WAYS and name != "pools":
-                continue
-            rows = [play(pools, policy, arrivals(args.trace, speed, start, args.requests)) for start in args.shifts]
-            results.setdefault(f"`{pools}` at {speed:g}", {})[policy] = mean(rows)
-            print(name, policy, results[f"`{pools}` at {speed:g}"][policy], flush=True)  # a long run may end before
+        pools, begin = FLEETS[name]
+        policies = [policy for policy in args.policies if policy not in WAYS or name == "pools"]
+        for memory in args.host_memory:
+            fleet = load_fleet(None, pools, None if memory == "none" else memory)
+            speed = args.speed or highest_speed(fleet, args, jobs, policies, begin)
+            title = f"`{pools}` at {speed:.3g}, host memory {memory}"
+            rows: dict[str, list[Row]] = {policy: [] for policy in policies}
+            for start in args.shifts:  # a long run may end before: then policies have equal shifts
+                requests = arrivals(jobs, speed, start, args.requests, args.short_class)
+                for policy in policies:
+                    rows[policy].append(play(fleet, policy, requests))
+                    print(title, policy, start, rows[policy][-1], flush=True)
+            results[title] = {policy: mean(own, rows[policies[0]]) for policy, own in rows.items()}
     text = "\n".join(f"{fleet}\n\n{table(rows, 'policy')}" for fleet, rows in results.items())
     write(args, text, results)
 
