@@ -75,7 +75,10 @@ def adopt(
 
 
 def without_words_of_others(parts: Sequence[Part]) -> Adopted:
-    """Leave out flags of ours whose values only other servers know. `parts`: each with its value as a whole."""
+    """Leave out flags of ours whose values, or whose use beside each other, only other servers know.
+
+    `parts`: each with its value as a whole.
+    """
     line = Adopted()
     for name, words in parts:
         value = value_of(words) if name else None
@@ -84,6 +87,10 @@ def without_words_of_others(parts: Sequence[Part]) -> Adopted:
             line.parts.append((name, words))
         else:
             line.notes.append(found.line(f"{name} {value}"))
+    names = {name for name, _ in line.parts}
+    if {"--async-scheduling", "--speculative-config"} <= names:
+        line.parts = [part for part in line.parts if part[0] != "--async-scheduling"]
+        line.notes.append("--async-scheduling: left out: beside drafts a step begins when the tokens before are known")
     return line
 
 

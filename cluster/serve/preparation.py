@@ -4,13 +4,19 @@ import os
 from pathlib import Path
 
 from crossdock.cluster.config import ClusterConfig, PoolConfig, emulated_device
-from crossdock.cluster.serve.checkpoint_check import check_checkpoint, describe_weights, require_same_model
+from crossdock.cluster.serve.checkpoint_check import (
+    check_checkpoint,
+    decoder_fields,
+    describe_weights,
+    require_same_model,
+)
 from crossdock.cluster.serve.gpus import check_cores_suffice, check_gpus_suffice, check_memory_suffices, with_num_gpus
 from crossdock.cluster.serve.model_check import check_model
 from crossdock.workers.model.loaders.objects import bytes_of_weights
 from crossdock.workers.model.memory.host_memory import free_on_host
 from crossdock.workers.model.text_files import text_answer
 from crossdock.workers.model.weights.scheme import Scheme
+from crossdock.workers.model.weights.untrusted import read_config_file
 from crossdock.workers.report.presets import HOW_FAR_OFF
 
 
@@ -46,6 +52,10 @@ def prepare(config: ClusterConfig, *, has_gpus: bool) -> list[str]:
         if pool.checkpoint is not None:
             folder, own = _checkpoint_of(pool, path, config)
             lines.append(f"Pool {pool.name}: {folder}: {describe_weights(folder, own)}")
+        speculative = (pool.engine or config.engine).speculative_config
+        kind = str(decoder_fields(read_config_file(folder)).get("model_type"))
+        if speculative is not None and (why := speculative.why_no_drafts(kind)):
+            lines.append(f"Pool {pool.name}: speculative_config is left out: {why}")
         if pool.num_ranks > 1:
             from crossdock.workers.model.cut.position import RankPosition
             from crossdock.workers.model.weights.weights import check_division

@@ -23,9 +23,6 @@ from crossdock.workers.model.weights.finite import check_finite, weights_of
 from crossdock.workers.model.weights.stored_tensors import StoredTensor
 from crossdock.workers.model.weights.weights import load_weights, read_config
 
-FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
-"""Model types of decoders whose heads are computed."""
-
 _JOINING = {
     "enorm.weight": "embedding_norm",
     "pre_fc_norm_embedding.weight": "embedding_norm",
@@ -173,11 +170,6 @@ def _check_fits(config: PretrainedConfig, target: LoadedModel, path: Path) -> No
                 f"model: {path} has {field} {getattr(decoder, field)}; the model that is served has "
                 f"{getattr(own, field)}"
             )
-    if decoder.model_type not in FAMILIES:
-        raise ValueError(
-            f"speculative_config: method mtp does not compute heads of {decoder.model_type}; it computes those of "
-            f"{', '.join(FAMILIES)}"
-        )
     count = getattr(decoder, "num_nextn_predict_layers", None) or getattr(decoder, "mtp_num_hidden_layers", None)
     if count not in (None, 0, 1):
         raise ValueError(f"model: {path} has {count} layers in its MTP head; heads with one layer are computed")

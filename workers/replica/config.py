@@ -112,7 +112,8 @@ class EngineConfig(SchedulerConfig):
     )
     cpu_kernels: Annotated[CpuKernels, BeforeValidator(lambda value: "native" if value == "own" else value)] = Field(
         "auto",
-        description="Kernels of matrix products and of prompts' attention on CPUs; auto: measured at the first start; "
+        description="Kernels of matrix products and of prompts' attention on CPUs; auto: native for plain weights, and "
+        "for others and attention the fastest, measured at the first start; "
         "int8: for packed weights, rounds rows to int8. Version 0.1 also takes own, the old name of native.",
     )
     batch_invariant: bool = Field(

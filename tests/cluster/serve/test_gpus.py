@@ -186,6 +186,12 @@ def test_start_says_where_whole_experts_were_asked_for_in_vain(small_model_dir: 
     ]
 
 
+def test_start_says_that_a_head_of_this_model_is_not_computed(small_model_dir: Path) -> None:
+    engine = {"speculative_config": {"method": "mtp"}}
+    _, line = prepare(load(None, {"model.path": str(small_model_dir), "engine": engine}), has_gpus=False)
+    assert line.startswith("Pool mixed: speculative_config is left out: method mtp does not compute the head of llama")
+
+
 def test_fleet_of_which_a_part_is_emulated_is_refused() -> None:
     with pytest.raises(ValueError, match=r"set `emulated` for all pools or for none; these lack it: decode"):
         load(None, {"pools": [{"name": "prefill", "emulated": "h100-8b"}, {"name": "decode"}]})

@@ -241,8 +241,6 @@ def test_heads_of_other_kinds_models_and_sizes_are_refused_by_name(tmp_path: Pat
     config = mtp_config(folder)
     with pytest.raises(ValueError, match="has model_type qwen3_next; the model that is served has glm4_moe"):
         engine_of(target=target_of("glm4_moe"), speculative_config=config)
-    with pytest.raises(ValueError, match="method mtp does not compute heads of llama; it computes those of"):
-        engine_of(speculative_config=mtp_config(saved(build("llama", {"vocab_size": VOCAB_SIZE}), tmp_path / "llama")))
     with pytest.raises(ValueError, match="method mtp needs the directory of a checkpoint"):
         engine_of(target=target_of("qwen3_next"), speculative_config=mtp_config(None))
     add_tensors(folder, {"mtp.layers.1.mlp.gate.weight": torch.zeros(4, 48)})
@@ -254,6 +252,17 @@ def test_heads_of_other_kinds_models_and_sizes_are_refused_by_name(tmp_path: Pat
     add_tensors(folder, {"mtp.fc.weight": torch.full((48, 96), torch.nan)})
     with pytest.raises(ValueError, match="projection has NaN or infinity"):
         engine_of(target=target_of("qwen3_next"), speculative_config=config)
+
+
+def test_model_whose_head_is_not_computed_is_served_without_drafts(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = saved(build("llama", {"vocab_size": VOCAB_SIZE}), tmp_path)
+    with caplog.at_level("WARNING", "ray.serve"):
+        engine = engine_of(speculative_config=mtp_config(folder))
+    assert engine.executor.speculation is None
+    assert engine.executor.config.speculative_config is None
+    assert "speculative_config is left out: method mtp does not compute the head of llama, so" in caplog.text
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """An engine whose steps a model computes: what `Executor` says of a loaded model."""
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -9,6 +10,7 @@ from pathlib import Path
 from crossdock.kvtransfer.layout import PoolSpec
 from crossdock.workers.draft.drafter import new_drafter
 from crossdock.workers.draft.head_drafter import HeadDrafter
+from crossdock.workers.model.architecture import text_config
 from crossdock.workers.model.end_tokens import end_of_tokenizer
 from crossdock.workers.model.grammar.compiler import GrammarCompiler
 from crossdock.workers.model.memory.kv_memory import count_pages_that_fit
@@ -37,6 +39,8 @@ from crossdock.workers.schedule.memory.prefix_index import Window
 from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.request.submission import InvalidField, SamplingParams
 
+logger = logging.getLogger("ray.serve")
+
 _ROW_TILE = 128  # rows of a tile of cuBLAS's products on GPUs: 2,112 rows take the time of 2,176
 
 
@@ -59,9 +63,19 @@ def new_engine(
     Raises:
         ValueError: the model cannot be served with these settings; the message names the field.
     """
-    executor = _executor(model, sized(config, model), tokenizer_dir, worker_group, weights)
+    config = _without_missing_head(sized(config, model), model)
+    executor = _executor(model, config, tokenizer_dir, worker_group, weights)
     deadline = step_deadline if worker_group is None else worker_group.step_deadline
     return Engine(replace(executor, step_deadline=deadline), clock)
+
+
+def _without_missing_head(config: EngineConfig, model: LoadedModel) -> EngineConfig:
+    """Return the settings without speculation where nothing would be drafted for `model`: no answer changes."""
+    speculative = config.speculative_config
+    if speculative is None or (why := speculative.why_no_drafts(text_config(model.config).model_type)) is None:
+        return config
+    logger.warning("speculative_config is left out: %s", why)
+    return config.model_copy(update={"speculative_config": None})
 
 
 def _executor(

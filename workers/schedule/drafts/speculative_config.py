@@ -10,6 +10,8 @@ METHODS: tuple[Method, ...] = ("ngram", "suffix", "draft_model", "eagle3", "mtp"
 _OTHER_HEADS = ("eagle", "medusa", "mlp_speculator")
 _NAMES_OF_MTP = ("deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp", "qwen3_5_mtp")
 """vLLM's older names of method mtp, by the families whose heads are computed."""
+_MTP_FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+"""Model types of decoders whose heads are computed."""
 _FIELDS_OF_OTHERS = {  # field: the methods that read it
     "model": ("draft_model", "eagle3", "mtp"),
     "draft_kv_cache_memory": ("draft_model", "eagle3", "mtp"),
@@ -92,6 +94,15 @@ class SpeculativeConfig(BaseModel):
             what = "small model" if self.method == "draft_model" else "head"
             raise ValueError(f"model: method {self.method} needs the directory or the hub name of a {what}")
         return self
+
+    def why_no_drafts(self, model_type: str) -> str | None:
+        """Return why nothing is drafted for a model; None: something is. `model_type`: of its decoder."""
+        if self.method != "mtp" or model_type in _MTP_FAMILIES:
+            return None
+        return (
+            f"method mtp does not compute the head of {model_type}, so each step gives one token for each stream. It "
+            f"computes those of {', '.join(_MTP_FAMILIES)}"
+        )
 
 
 def _check_method(values: dict[str, object]) -> None:

@@ -233,6 +233,12 @@ def test_flag_of_others_ends_the_command_with_its_line(command: str, args: list[
             "--speculative-config {",
         ),
         ('--speculative-config {"method":"ernie_mtp","num_speculative_tokens":1}', "", "--speculative-config {"),
+        (
+            "--async-scheduling --spec-method mtp",
+            '--speculative-config {"method":"mtp"}',
+            "--async-scheduling: left out: beside drafts a step begins when",
+        ),
+        ("--async-scheduling --spec-method medusa", "--async-scheduling", "--speculative-config {"),
         ("--load-format mistral", "", "--load-format mistral: not needed"),
         ("--attention-backend ROCM_AITER_FA", "", "--attention-backend ROCM_AITER_FA: left out"),
         ("--context-length 9 --max-model-len 8", "--max-model-len 8", "--context-length: left out: --max-model-len is"),
