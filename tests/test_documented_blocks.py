@@ -33,7 +33,14 @@ FLAG = re.compile(r"--[a-z][\w-]*(?![\w.-])")
 METRIC = re.compile(r"\bcrossdock_[a-z]\w*")
 SERIES = re.compile(r"_(?:total|bucket|sum|count|created)$")
 FILE = re.compile(r"(?<![\w./*-])[\w-]+\.(?:ya?ml|sh)\b")
-OF_READERS = {"cluster.yaml", "tune.yaml", "models.yaml", "timed.yaml", "vllm.yaml"}  # files that readers write
+OF_READERS = {
+    "cluster.yaml",
+    "api-keys.yaml",
+    "tune.yaml",
+    "models.yaml",
+    "timed.yaml",
+    "vllm.yaml",
+}  # files that readers write
 OF_EXAMPLES = {"--flag", "--max-model", "--gpus"}  # any flag, the beginning of one, and a flag of Docker
 
 
