@@ -90,9 +90,10 @@ class PairPrompts:
         """Return the part of a chat's text before the border, if its tokens are the same in each chat; else nothing."""
         other, _ = await self.encoder.rendered(empty)
         at = other.rfind(border)
-        if at < 0 or text[:at] != other[:at] or not self.tokenizer.divides(text[:at], text[at:]):
+        if at < 0 or text[:at] != other[:at]:
             return ""
-        return text[:at]
+        places = at, len(text[:at].rstrip())  # some tokenizers divide white space by what follows it
+        return next((text[:each] for each in places if self.tokenizer.divides(text[:each], text[each:])), "")
 
     async def _encoded(self, text: str, *, truncates: bool = False, is_chat: bool = False) -> list[int]:
         self._num_read += len(text)

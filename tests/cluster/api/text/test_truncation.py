@@ -86,7 +86,7 @@ def test_chat_with_tokens_around_its_text_keeps_them(tokenizers: dict[str, PreTr
 
 async def joined(tokenizer: ModelTokenizer, pairs: Sequence[tuple[str, str]], *keep: Any, **side: Any) -> Any:
     encoder = PromptEncoder(tokenizer, trusts_templates=False)
-    body = ClassifyRequest.of({"input": ""}).pooled("last")
+    body = ClassifyRequest.of({"input": ""}).pooled("last", "")
     makes = PairPrompts(encoder, tokenizer, body, CARD, RequestMemory(Shares(1 << 40), ""), "input", "")
     return [prompt.token_ids for prompt in await makes.joined(pairs, *keep, **side)]
 
