@@ -8,9 +8,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import closing
-from typing import Any
+from typing import Any, BinaryIO
 
 import msgpack
 import psutil
@@ -21,7 +22,7 @@ from hypothesis import strategies as st
 from crossdock.workers.sandbox import sandbox as sandbox_module
 from crossdock.workers.sandbox.interruption import Interruption
 from crossdock.workers.sandbox.limited_child import Limits
-from crossdock.workers.sandbox.messages import pack, read_message, unpack, write_message
+from crossdock.workers.sandbox.messages import INTERRUPT, pack, read_message, unpack, write_message
 from crossdock.workers.sandbox.sandbox import Sandbox, SandboxBusy, SandboxInterrupted
 from tests.waiting import eventually
 
@@ -200,10 +201,14 @@ def test_interrupts_at_any_time_reach_no_other_question(shared: Sandbox) -> None
     draw, ends = random.Random(0), {"answer": 0, "interrupt": 0}
     shared.start()
     before = shared.pid
+    began = time.monotonic()
+    for _ in range(20):
+        echo(shared)
+    usual_s = (time.monotonic() - began) / 20
     for number in range(80):
         text = str(number) * draw.choice((1, 1 << 15))
         with closing(Interruption()) as interruption:
-            timer = threading.Timer(draw.random() * 0.006, interruption.set)
+            timer = threading.Timer(draw.random() * 4 * usual_s, interruption.set)
             timer.start()
             try:
                 answer = shared.ask({"what": "echo", "text": text}, interruption)
@@ -237,16 +242,27 @@ def test_server_with_many_connections_interrupts_too(sandbox: Sandbox) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-def test_interrupt_that_comes_right_behind_its_question_ends_it(sandbox: Sandbox) -> None:
+def test_interrupt_that_comes_right_behind_its_question_ends_it(
+    sandbox: Sandbox, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Both are in the pipe before the process reads: no buffer may hide the second one."""
     first = sandbox.first_answer()
     assert first is not None
-    os.kill(first["pid"], signal.SIGSTOP)
+    pid: int = first["pid"]
     with closing(Interruption()) as interruption:
-        threading.Timer(0.05, interruption.set).start()
-        threading.Timer(0.1, os.kill, (first["pid"], signal.SIGCONT)).start()
+
+        def write(stream: BinaryIO, message: Any) -> None:
+            write_message(stream, message)
+            if message == INTERRUPT:
+                os.kill(pid, signal.SIGCONT)
+            else:
+                interruption.set()
+
+        os.kill(pid, signal.SIGSTOP)
+        monkeypatch.setattr(sandbox_module, "write_message", write)
         with pytest.raises(SandboxInterrupted):
             sandbox.ask({"what": "wait for ever"}, interruption)
+    assert sandbox.pid == pid
 
 
 def test_process_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
