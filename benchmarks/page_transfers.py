@@ -1,9 +1,10 @@
 """How fast are KV pages transferred between two processes on this machine, by transport and size of page?
 
     python benchmarks/page_transfers.py --repeats 9 --mebibytes 32          # three transports, five sizes: 2 minutes
+    python benchmarks/page_transfers.py --checksum                          # each size without and with checksums
 
-Prints GB/s (median and best), µs per page, CPU seconds per GB and the milliseconds of the last page; then the time of
-one chunk, and the CPU share of a dock that is idle or waits.
+Prints GB/s (median and best), µs per page, CPU seconds per GB at the source and at the target, and the milliseconds of
+the last page; then the time of one chunk, and the CPU share of a dock that is idle or waits.
 
 Each repeat is a whole transfer between the docks of two processes: this one receives, a child sends. Its seconds are
 from the first write until the target (TCP) or UCX (NIXL) reports that all pages have arrived. A page is one descriptor
@@ -21,6 +22,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -61,7 +63,9 @@ def content(device: str, page_bytes: int, num_pages: int) -> Any:
     return torch.randint(0, 256, (2 * num_pages, page_bytes), dtype=torch.uint8, device=device, generator=generator)
 
 
-def open_dock(kind: str, page_bytes: int, num_pages: int, role: str, device: str) -> tuple[Dock, Events, Any]:
+def open_dock(
+    kind: str, page_bytes: int, num_pages: int, role: str, device: str, *, has_checksums: bool = False
+) -> tuple[Dock, Events, Any]:
     """Return a dock with a pool of twice as many pages. `device`: torch's, or empty for memory without torch."""
     if device:
         pool = content(device, page_bytes, num_pages)
@@ -76,7 +80,7 @@ def open_dock(kind: str, page_bytes: int, num_pages: int, role: str, device: str
     layers = (LayerShape(1, page_bytes // 4, page_bytes // 4),)
     spec = PoolSpec.whole(PoolLayout(layers, 1, 2), f"page {page_bytes}", "float16", 2 * num_pages)
     events: Events = queue.SimpleQueue()
-    options = {"max_write_bytes": 1 << 30}
+    options = {"max_write_bytes": 1 << 30, "has_checksums": has_checksums}
     return Dock(make_transport(kind), memory, spec, role, events.put, **options), events, pool
 
 
@@ -98,9 +102,9 @@ def cpu_seconds() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def send(kind: str, page_bytes: int, num_pages: int, repeats: int, device: str) -> None:
+def send(kind: str, page_bytes: int, num_pages: int, repeats: int, device: str, has_checksums: bool) -> None:
     """Send the pages of every repeat and print a line of figures. Runs in the child process."""
-    dock, events, _pool = open_dock(kind, page_bytes, num_pages, "source", device)
+    dock, events, _pool = open_dock(kind, page_bytes, num_pages, "source", device, has_checksums=has_checksums)
     print(dock.blob.hex(), flush=True)
     blob = bytes.fromhex(sys.stdin.readline())
     seconds, cpu, handover = [], [], []
@@ -131,22 +135,32 @@ def send(kind: str, page_bytes: int, num_pages: int, repeats: int, device: str) 
 
 
 def receive(
-    kind: str, page_bytes: int, num_pages: int, repeats: int, device: str = "", check: Check | None = None
+    kind: str,
+    page_bytes: int,
+    num_pages: int,
+    repeats: int,
+    device: str = "",
+    check: Check | None = None,
+    *,
+    has_checksums: bool = False,
 ) -> dict[str, Any]:
     """Receive the pages of a child's pool. Return the child's figures: seconds of all pages but one, and others.
 
     `check` is called with the pool after each transfer.
     """
     command = [sys.executable, __file__, "--send", kind, str(page_bytes), str(num_pages), str(repeats), device]
+    command += ["--checksum"] * has_checksums
     child = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, bufsize=1)
     assert child.stdin is not None
     assert child.stdout is not None
     dock = None
     try:  # the child first: no process may fork once NIXL's agent is open
-        dock, events, pool = open_dock(kind, page_bytes, num_pages, "target", device)
+        dock, events, pool = open_dock(kind, page_bytes, num_pages, "target", device, has_checksums=has_checksums)
+        cpu = []
         blob = bytes.fromhex(child.stdout.readline())
         for repeat in range(repeats + 1):
             request, pages = f"r{repeat}", _pages(-1 - repeat, num_pages)
+            begin = cpu_seconds()
             dock.call(ExpectCall(request, 1, (blob,), TIMEOUT_S))
             dock.call(GrantCall(request, 1, 0, (GroupPages(0, tuple(pages)),)))
             if repeat == 0:
@@ -154,12 +168,13 @@ def receive(
             _wait_for(events, Committed)
             child.stdin.write("committed\n")
             _wait_for(events, Arrived)
+            cpu.append(cpu_seconds() - begin)
             if check is not None:
                 check(pool, _pages(repeat, num_pages), pages)
         figures: dict[str, Any] = json.loads(child.stdout.readline())
         child.stdin.close()
         child.wait(timeout=TIMEOUT_S)
-        return figures
+        return {**figures, "target_cpu": cpu[1:]}
     finally:
         child.kill()
         child.wait()
@@ -168,21 +183,23 @@ def receive(
             dock.close()
 
 
-def report(kind: str, repeats: int, mebibytes: int) -> None:
+def report(kind: str, repeats: int, mebibytes: int, *, with_checksums: bool) -> None:
     try:
         make_transport(kind).close()
     except TransportUnavailable as error:
         print(f"{kind:<14}{error}")
         return
-    for page_bytes in PAGE_BYTES:
+    for page_bytes, has_checksums in product(PAGE_BYTES, (False, True) if with_checksums else (False,)):
         num_pages = max(2, min(4096, (mebibytes << 20) // page_bytes))
-        figures = receive(kind, page_bytes, num_pages, repeats)
+        figures = receive(kind, page_bytes, num_pages, repeats, has_checksums=has_checksums)
         num_bytes = page_bytes * (num_pages - 1)
         seconds, best = statistics.median(figures["seconds"]), min(figures["seconds"])
-        cpu, handover = statistics.median(figures["cpu"]), statistics.median(figures["handover"])
+        names = ("cpu", "target_cpu", "handover")
+        cpu, target_cpu, handover = (statistics.median(figures[name]) for name in names)
         print(
             f"{kind:<14}{page_bytes:>9}{num_pages:>7}{num_bytes / seconds / 1e9:>8.2f}{num_bytes / best / 1e9:>7.2f}"
-            f"{seconds / (num_pages - 1) * 1e6:>9.1f}{cpu / num_bytes * 1e9:>10.2f}{handover * 1e3:>8.2f} ms",
+            f"{seconds / (num_pages - 1) * 1e6:>9.1f}{cpu / num_bytes * 1e9:>10.2f}"
+            f"{target_cpu / num_bytes * 1e9:>10.2f}{handover * 1e3:>8.2f} ms{'  with checksums' * has_checksums}",
             flush=True,
         )
     figures = receive(kind, SMOLLM2.page_bytes, CHUNK_PAGES + 1, repeats)
@@ -196,18 +213,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--mebibytes", type=int, default=32, help="per transfer")
+    parser.add_argument("--checksum", action="store_true", help="measure transfers with checksums too")
     parser.add_argument("--transport", help=argparse.SUPPRESS)
     parser.add_argument("--send", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.send:
         kind, *sizes, device = arguments.send
-        send(kind, *map(int, sizes), device=device)
+        send(kind, *map(int, sizes), device=device, has_checksums=arguments.checksum)
     elif arguments.transport:
-        report(arguments.transport, arguments.repeats, arguments.mebibytes)
+        report(arguments.transport, arguments.repeats, arguments.mebibytes, with_checksums=arguments.checksum)
     else:
         print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}; {arguments.mebibytes} MiB per transfer")
         head = f"{'transport':<14}{'page':>9}{'pages':>7}{'GB/s':>8}{'best':>7}{'us/page':>9}{'CPU s/GB':>10}"
-        print(f"{head}{'last page':>11}", flush=True)
+        print(f"{head}{'target':>10}{'last page':>11}", flush=True)
         for kind in TRANSPORTS:  # a process each: UCX reads its settings once
             subprocess.run([sys.executable, *sys.argv, "--transport", kind], check=True)
 

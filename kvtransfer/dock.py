@@ -15,6 +15,7 @@ from crossdock.kvtransfer.calls import (
     DockCall,
     check_pages,
 )
+from crossdock.kvtransfer.checksums import Checksums
 from crossdock.kvtransfer.dock_core import MAX_WRITE_BYTES, DockCore, DockCounts, Partner
 from crossdock.kvtransfer.events import Event
 from crossdock.kvtransfer.layout import PoolSpec
@@ -23,6 +24,7 @@ from crossdock.kvtransfer.transport import (
     Peer,
     Transport,
     TransportEvent,
+    host_view,
 )
 
 logger = logging.getLogger(__name__)
@@ -42,7 +44,8 @@ class Dock:
     Opens `transport` for the pool at `memory`, which `spec` describes and the caller keeps alive. `role` begins the
     dock's name in logs ("prefill"). `on_event` is called on the dock's thread, in order, and must return soon: put the
     event in a queue. `grace_seconds` is how long after a peer's death one of its writes may still land.
-    `max_write_bytes` bounds how long one transfer keeps others waiting.
+    `max_write_bytes` bounds how long one transfer keeps others waiting. With `has_checksums` this dock sums what it
+    writes, and checks what arrives with a sum: then `memory` must be ordinary memory, else ValueError.
     """
 
     def __init__(
@@ -55,6 +58,7 @@ class Dock:
         *,
         grace_seconds: float = 1.0,
         max_write_bytes: int = MAX_WRITE_BYTES,
+        has_checksums: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if memory.nbytes < spec.nbytes:
@@ -65,7 +69,8 @@ class Dock:
         self._clock = clock
         self.blob = blob = Peer(self.name, transport.kind, transport.open(self.name, memory), spec).pack()
         """The blob that the other side's `ship` or `expect` needs to reach this dock."""
-        self._core = DockCore(transport, spec, blob, on_event, grace_seconds, max_write_bytes, clock)
+        checksums = Checksums(host_view(memory), spec) if has_checksums else None
+        self._core = DockCore(transport, spec, blob, on_event, grace_seconds, max_write_bytes, clock, checksums)
         self._calls: deque[tuple[DockCall, dict[str, Partner], float]] = deque()  # each with its partners and its time
         self._num_failed_polls = 0
         self._is_closing = False

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+import msgspec
+
 from crossdock.kvtransfer.calls import (
     AskCall,
     CancelExpectCall,
@@ -22,9 +24,21 @@ from crossdock.kvtransfer.calls import (
     ShipCall,
     WaitCall,
 )
+from crossdock.kvtransfer.checksums import Checksums
 from crossdock.kvtransfer.events import Asked, Event
+from crossdock.kvtransfer.fence import RecentNames
 from crossdock.kvtransfer.layout import IncompatiblePools, PoolSpec
-from crossdock.kvtransfer.messages import MAX_PAUSE_S, Abort, AskPrefix, Grant, MalformedMessage, Wait, decode, encode
+from crossdock.kvtransfer.messages import (
+    MAX_PAUSE_S,
+    Abort,
+    AskPrefix,
+    Grant,
+    MalformedMessage,
+    Pages,
+    Wait,
+    decode,
+    encode,
+)
 from crossdock.kvtransfer.next_write import TargetRank
 from crossdock.kvtransfer.peers import Peers
 from crossdock.kvtransfer.plan import bytes_by_group, plan_writes, source_ranks
@@ -59,7 +73,9 @@ class DockCounts:
 
 
 class DockCore:
-    """The transfers of one rank. `transport` is open already; `blob` reaches it. Other arguments as of `Dock`."""
+    """The transfers of one rank. `transport` is open already; `blob` reaches it. Other arguments as of `Dock`.
+
+    `checksums` sums the writes of this rank, and checks those of others; None: nothing is summed or checked."""
 
     def __init__(
         self,
@@ -70,6 +86,7 @@ class DockCore:
         grace_seconds: float,
         max_write_bytes: int,
         clock: Callable[[], float],
+        checksums: Checksums | None = None,
     ) -> None:
         self.spec = spec
         self.blob = blob
@@ -82,6 +99,8 @@ class DockCore:
         self._peers = Peers(transport, spec)
         self._writes: dict[int, tuple[str, int, str]] = {}  # request, epoch, peer
         self._num_malformed = 0
+        self._checksums = checksums
+        self._damaged = RecentNames()  # peers whose pages did not arrive as they were sent: the log names each once
 
     @property
     def next_deadline(self) -> float:
@@ -202,12 +221,38 @@ class DockCore:
                 self._peers.introduce(peer, message.blob, self._busy)
             if isinstance(message, Grant | Abort) or (isinstance(message, Wait) and not message.is_from_source):
                 return self._sender.receive(peer, message, now)
-            return self._receiver.receive(peer, message, now)
+            is_intact = not isinstance(message, Pages) or self._is_intact(peer, message)
+            return self._receiver.receive(peer, message, now, is_intact=is_intact)
         except Exception as error:  # of any kind: no message of another process may end this dock
             self._num_malformed += 1
             is_bug = not isinstance(error, MalformedMessage | ValueError)
             logger.warning("dropped a message of %s: %s", peer, error, exc_info=is_bug)
             return []
+
+    def _is_intact(self, peer: str, pages: Pages) -> bool:
+        """Return whether pages lie here as they were sent, as far as that is checked. The first time that those of a
+        peer do not, the log names the peer."""
+        grant = self._receiver.grant_of(peer, pages)
+        source = self._peers.spec_of(peer)
+        if self._checksums is None or grant is None or source is None:
+            return True
+        is_intact = self._checksums.agrees(pages, grant, source)
+        if not is_intact and peer not in self._damaged:
+            self._damaged.add(peer)
+            logger.error(
+                "KV pages of %s did not arrive as %s sent them. They are computed here. Of this sender no other such "
+                'line follows: crossdock_transfers with outcome="checksum" counts them',
+                pages.request,
+                peer,
+            )
+        return is_intact
+
+    def _with_checksum(self, write: Write) -> Pages:
+        """Return the message of a write, with the checksum of its pages where one is wanted."""
+        target = self._peers.spec_of(write.peer)
+        if self._checksums is None or target is None:
+            return write.message
+        return msgspec.structs.replace(write.message, checksum=self._checksums.of_write(write.copies, target))
 
     def _lose(self, peer: str, is_dead: bool, detail: str, now: float) -> list[ProtocolOutput]:
         self._peers.disconnect(peer, is_idle=peer not in self._busy())
@@ -243,7 +288,7 @@ class DockCore:
         message = write.message
         try:
             self._peers.connect(peer)
-            number = self._transport.write(peer, write.copies, encode(message))
+            number = self._transport.write(peer, write.copies, encode(self._with_checksum(write)))
         except Exception as error:
             logger.exception("a write to %s did not begin", peer)
             # Even if a write to the peer has begun.

@@ -17,6 +17,7 @@ class Reason(Enum):
     PEER_LOST = "peer_lost"  # the connection broke, or the process is known to be dead
     PEER_STOPPED = "peer_stopped"  # the other side gave the transfer up
     SUPERSEDED = "superseded"  # this epoch had already ended, or a later one has begun
+    CHECKSUM = "checksum"  # pages did not arrive as they were sent
     PROTOCOL = "protocol"  # the other side broke the protocol, or granted too few pages
 
 

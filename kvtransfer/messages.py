@@ -1,6 +1,6 @@
 """Messages between the two ends of a transfer. Every message comes from another process, and is checked."""
 
-from typing import Annotated, TypeAlias
+from typing import Annotated, NamedTuple, TypeAlias
 
 import msgspec
 from msgspec import Meta
@@ -84,14 +84,21 @@ class Stopped(_Message, frozen=True):
     is_clean: bool
 
 
-class Pages(_Message, frozen=True):
+class Checksum(NamedTuple):
+    """The CRC-32 of the bytes of a write, and the target's pages of the recurrent state that are among them."""
+
+    crc32: Count
+    state_pages: tuple[Count, ...] = ()
+
+
+class Pages(_Message, frozen=True, omit_defaults=True):
     """Source to target, with the data: pages `first_page` to `first_page + num_pages` of the request are in place.
 
     They are in place in every group of layers, as far as the target has granted them.
     `sequence` counts a source's writes from 0, without gaps. `num_tokens` is how many tokens all pages up to and
     including these hold. The last message of a source has a `result`. The partial page and the end of the recurrent
     state travel only with the last message. Where that is too small for both, messages without pages bring parts of
-    the state before.
+    the state before. `checksum` is of the bytes that were written; None: the source computes none.
     """
 
     sequence: Count
@@ -101,6 +108,7 @@ class Pages(_Message, frozen=True):
     source_rank: Count
     num_sources: Count
     result: bytes | None = None
+    checksum: Checksum | None = None
 
 
 TransferMessage: TypeAlias = Hello | Offer | AskPrefix | Grant | Wait | Abort | Stopped | Pages

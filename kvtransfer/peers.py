@@ -26,6 +26,11 @@ class Peers:
     def __contains__(self, name: str) -> bool:
         return name in self._known
 
+    def spec_of(self, name: str) -> PoolSpec | None:
+        """Return the description of a peer's pool; None: the peer is not known, or is dead."""
+        peer = self._known.get(name)
+        return None if peer is None else peer.spec
+
     def unpack(self, blobs: Sequence[bytes]) -> list[Peer]:
         """Return the peers that the blobs describe. May be called from any thread.
 

@@ -177,8 +177,18 @@ class Receiver:
 
     # -- what happens ----------------------------------------------------------------------------------------------
 
-    def receive(self, peer: str, message: TransferMessage, now: float) -> list[ProtocolOutput]:
-        """Take in a Hello, Offer, Wait, Stopped or Pages from a source."""
+    def grant_of(self, peer: str, message: Pages) -> Grant | None:
+        """Return the grant of the transfer that a message of `peer` belongs to; None: no pages are awaited."""
+        expected = self._expected.get((message.request, message.epoch))
+        if expected is None or expected.is_stopping or peer not in expected.sources:
+            return None
+        return expected.grant
+
+    def receive(
+        self, peer: str, message: TransferMessage, now: float, *, is_intact: bool = True
+    ) -> list[ProtocolOutput]:
+        """Take in a Hello, Offer, Wait, Stopped or Pages from a source. `is_intact`: False: the pages of a Pages did
+        not arrive as they were sent. Then the transfer fails, and what came before stays valid."""
         key = message.request, message.epoch
         expected = self._expected.get(key)
         source = expected.sources.get(peer) if expected else None
@@ -205,6 +215,9 @@ class Receiver:
                 stops_at = now + (0.0 if message.is_clean else self.grace_seconds)
                 source.stops_at = max(stops_at, source.stops_at or 0.0)  # a repeated answer cuts no grace period short
                 self._fail(expected, Reason.PEER_STOPPED, f"{peer} stopped", now)
+            case Pages() if not (is_intact or expected.is_stopping):
+                pages = f"{message.num_pages} pages from {message.first_page} on"
+                self._fail(expected, Reason.CHECKSUM, f"{pages} did not arrive as {peer} sent them", now)
             case Pages() if not expected.is_stopping:
                 self._arrive(expected, peer, source, message, now)
             case _:

@@ -163,6 +163,6 @@ def host_view(memory: Memory) -> memoryview:
         ValueError: this is the memory of a GPU.
     """
     if memory.cuda_device is not None:
-        raise ValueError("this transport reads and writes ordinary memory only, not a GPU's")
+        raise ValueError("only ordinary memory can be read and written here, not a GPU's")
     array: Any = (ctypes.c_char * memory.nbytes).from_address(memory.address)
     return memoryview(array).cast("B")

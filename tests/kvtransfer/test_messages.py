@@ -8,6 +8,7 @@ from msgspec import msgpack, to_builtins
 from crossdock.kvtransfer.messages import (
     MAX_BYTES,
     Abort,
+    Checksum,
     Grant,
     Hello,
     MalformedMessage,
@@ -32,13 +33,24 @@ messages = st.one_of(
     st.builds(Wait, requests, numbers, st.floats(0, 86_400), st.booleans()),
     st.builds(Abort, requests, numbers, st.binary(max_size=600)),
     st.builds(Stopped, requests, numbers, st.booleans()),
-    st.builds(Pages, requests, numbers, numbers, numbers, numbers, numbers, numbers, numbers, st.none() | st.binary()),
+    st.builds(
+        Pages,
+        requests,
+        *[numbers] * 7,
+        st.none() | st.binary(),
+        st.none() | st.builds(Checksum, numbers, pages),
+    ),
 )
 
 
 @given(messages)
 def test_message_encoded_and_decoded_is_the_same(message: TransferMessage) -> None:
     assert decode(encode(message)) == message
+
+
+def test_message_without_a_checksum_does_not_name_it() -> None:
+    """So replicas of a release without checksums read the pages of one that has them, turned off."""
+    assert b"checksum" not in encode(Pages("r", 1, 0, 0, 0, 0, 0, 1))
 
 
 def test_grant_of_128k_tokens_fits_in_64_kib() -> None:
@@ -110,6 +122,8 @@ def test_message_with_one_random_field_is_refused_or_in_range(name: str, value: 
         (GRANT | {"groups": [[-1, []]]}, "groups"),
         (GRANT | {"groups": [0, 1]}, "groups"),
         (PAGES | {"result": "text"}, "result"),
+        (PAGES | {"checksum": [-1, []]}, "checksum"),
+        (PAGES | {"checksum": [1, [-1]]}, "checksum"),
     ],
 )
 def test_message_with_a_field_out_of_range_is_refused_and_the_field_named(message: object, named: str) -> None:

@@ -281,6 +281,10 @@ class TransferConfig(BaseModel):
     grace_s: float = Field(
         1.0, ge=0, description="Seconds after a writer's death in which its writes might still land."
     )
+    checksum: bool = Field(
+        False,
+        description="Send KV pages with a CRC-32, and compute again what arrives otherwise. Not for pools on GPUs.",
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,11 @@ class AnyPools(RuleBasedStateMachine):
         if ready := self.world.ready():
             self.world.lose(ready[number % len(ready)])
 
+    @rule(number=st.integers(0, 99))
+    def damage(self, number: int) -> None:
+        if self.world.writes:
+            self.world.land(number % len(self.world.writes), is_damaged=True)
+
     @rule(seconds=st.sampled_from([0.1, 1.0, 4.0]))
     def pass_time(self, seconds: float) -> None:
         self.world.pass_time(seconds)

@@ -11,6 +11,7 @@ from functools import cached_property
 from math import inf
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from zlib import crc32
 
 import msgspec
 
@@ -18,6 +19,7 @@ from crossdock.kvtransfer.calls import DockCall, PeerDeadCall
 from crossdock.kvtransfer.dock_core import DockCore, DockCounts
 from crossdock.kvtransfer.events import Figures
 from crossdock.kvtransfer.layout import LayerShape, PageGroup, PoolSpec, Shard
+from crossdock.kvtransfer.messages import Checksum, Grant, Pages
 from crossdock.kvtransfer.plan import GroupRanges, PageCopies
 from crossdock.kvtransfer.transport import Memory, Peer, Received, TransportEvent, WriteDone, WriteFailed
 from crossdock.workers.replica.config import TransferConfig
@@ -99,6 +101,36 @@ class WorldTransport:
 
 
 @dataclass(eq=False)
+class WorldChecksums:
+    """Sums the content of pages, which stays as it is from the begin of a write to its end, and then at the target."""
+
+    name: str
+    world: "World"
+
+    def of_write(self, copies: Sequence[PageCopies], _: PoolSpec) -> Checksum:
+        content = [self.content(copy.source_pages) for copy in copies]
+        states = [copy.target_pages for copy in copies if copy.group == len(self.world.windows)]
+        return Checksum(crc32(repr(content).encode()), states[0] if states else ())
+
+    def agrees(self, message: Pages, grant: Grant, _: PoolSpec) -> bool:
+        if message.checksum is None:  # no page came with it
+            return True
+        end = message.first_page + message.num_pages
+        starts = [max(message.first_page, group.first) for group in grant.groups]
+        pages = [
+            group.pages[start - group.first : end - group.first]
+            for start, group in zip(starts, grant.groups, strict=True)
+            if start < end
+        ]
+        states = [message.checksum.state_pages] if message.checksum.state_pages else []
+        content = [self.content(each) for each in [*pages, *states]]
+        return crc32(repr(content).encode()) == message.checksum.crc32
+
+    def content(self, pages: Sequence[int]) -> list[list[int | None]]:
+        return [self.world.replicas[self.name].memory[page] for page in pages]
+
+
+@dataclass(eq=False)
 class WorldDock:
     """Takes the calls of `ReplicaDock` for its one rank, by the core of a real dock."""
 
@@ -112,7 +144,9 @@ class WorldDock:
         two_pages = 2 * spec.page_bytes  # of a write: states are divided too
         transport = WorldTransport(self.name, self.world)
         own = self.world.rank_blob(self.name)
-        self.core = DockCore(transport, spec, own, self.on_event, TRANSFER.grace_s, two_pages, self.world.clock)
+        checksums: Any = WorldChecksums(self.name, self.world)
+        times = TRANSFER.grace_s, two_pages, self.world.clock
+        self.core = DockCore(transport, spec, own, self.on_event, *times, checksums)
 
     @property
     def blob(self) -> bytes:
@@ -310,6 +344,8 @@ class World:
         self.state_pages = state_pages  # of the recurrent state of one request
         self.num_copied = 0  # pages, from replica to replica
         self.num_fetched = 0  # prefixes that have arrived
+        self.num_damaged = 0  # writes of which a page is another one at the target
+        self.num_refused = 0  # transfers that ended with such a page
         self.both_ways = both_ways
         self.is_drafting = is_drafting
         self.channels: dict[tuple[str, str], deque[Any]] = {}
@@ -348,6 +384,8 @@ class World:
 
     def transferred(self, request: str, direction: str, figures: Figures, outcome: str) -> None:
         self.num_fetched += (direction, outcome) == ("fetched", "arrived")
+        self.num_refused += outcome == "checksum"
+        assert self.num_refused <= self.num_damaged, "pages that nothing has damaged are refused"
 
     # -- router ------------------------------------------------------------------------------------------------------
 
@@ -462,8 +500,8 @@ class World:
         if "router" not in key:
             self.channels[key].popleft()
 
-    def land(self, number: int) -> None:
-        """End an open write: its data and its message are at the target."""
+    def land(self, number: int, *, is_damaged: bool = False) -> None:
+        """End an open write: its data and its message are at the target. `is_damaged`: the last page as another one."""
         write = self.writes.pop(number)
         source, target = self.replicas[write.source], self.replicas[write.target]
         if source.is_dead:
@@ -475,6 +513,9 @@ class World:
             for here, there in zip(copy.source_pages, copy.target_pages, strict=True):
                 target.memory[there] = list(source.memory[here])
                 self.num_copied += 1
+        if is_damaged:
+            self.num_damaged += 1
+            target.memory[write.copies[-1].target_pages[-1]] = [-1] * PAGE_SIZE
         self.post(write.source, write.target, write.message)
         source.dock.core.handle(WriteDone(write.number))
 

@@ -42,6 +42,7 @@ class Side:
         deadline_s: float = 5.0,
         engine: Engine | None = None,
         patience_s: float = 20.0,
+        checksum: bool = False,
         **config: object,
     ) -> None:
         self.patience_s = patience_s  # of `next`
@@ -55,7 +56,8 @@ class Side:
         self.engine = engine
         self.ended: list[tuple[str, bool, Figures, str]] = []
         self.fetched: list[tuple[str, bool, Figures, str]] = []  # fetches of prefixes, at either side
-        transfer = TransferConfig(transport=transport, deadline_s=deadline_s, grace_s=0.1)  # type: ignore[arg-type]
+        times = {"deadline_s": deadline_s, "grace_s": 0.1}
+        transfer = TransferConfig(transport=transport, checksum=checksum, **times)  # type: ignore[arg-type]
 
         arguments = self.engine, model, "test", transfer
 

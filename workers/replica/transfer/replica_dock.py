@@ -108,10 +108,16 @@ def open_dock(
 
     Raises:
         TransportUnavailable: NIXL is asked for, or the pool is a GPU's, and NIXL cannot be used here.
+        ValueError: checksums are asked for, and the pool is a GPU's.
     """
+    if config.checksum and memory.cuda_device is not None:
+        raise ValueError("transfer.checksum: only pages in ordinary memory are summed, not a GPU's; leave it out")
+    has_checksums = config.checksum and memory.bytes_per_second is None  # an emulated pool has no bytes to sum
     options: dict[str, Any] = {"clock": clock} if clock is not None else {}
     transport = choose_transport(config, memory)
-    return Dock(transport, memory, spec, role, on_event, grace_seconds=config.grace_s, **options)
+    return Dock(
+        transport, memory, spec, role, on_event, grace_seconds=config.grace_s, has_checksums=has_checksums, **options
+    )
 
 
 def choose_transport(config: TransferConfig, memory: Memory) -> Transport:

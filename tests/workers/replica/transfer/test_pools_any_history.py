@@ -301,3 +301,21 @@ def num_rounds(world: World, size: int) -> int:
         rounds += 1
         assert rounds < 500, world.describe()
     return rounds
+
+
+@pytest.mark.parametrize("is_fetching", [False, True])
+def test_damaged_pages_are_computed_again_and_the_stream_goes_on(is_fetching: bool) -> None:
+    """Every step checks the content of what it reads, so a damaged page that were used would be found."""
+    world = World(60, 60, windows=(None, 9), state_pages=2, is_fetching=is_fetching)
+    clients = []
+    for _ in range(4):
+        clients.append(world.submit(40, "standard", 12))
+        while not world.writes and not clients[-1].is_over:
+            world.go_round()
+        if world.writes:
+            world.land(0, is_damaged=True)
+        for _ in range(100):
+            world.go_round()
+    world.settle()
+    assert all(client.is_over for client in clients)
+    assert world.num_refused == world.num_damaged > 0
