@@ -50,7 +50,7 @@ def test_rank_while_loading_never_holds_more_than_its_share(ranks: Ranks, tmp_pa
     module = build("llama", options | {"num_hidden_layers": 6})
     whole = sum(parameter.nbytes for parameter in module.parameters())
     path = saved(module, tmp_path)
-    for device, most in (("cpu", 1.2), ("meta", 0.6)):
+    for device, most in (("cpu", 1.2), ("meta", 0.8)):
         for peak, share in ranks.run(2, peak_of_loading, path, device):
             assert share < 0.51 * whole
             assert peak < most * share, "more was read at once than the rank keeps, or than few tensors"
