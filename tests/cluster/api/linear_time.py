@@ -19,6 +19,8 @@ def assert_linear(work: Callable[[int], None], name: str, length: int = LONG) ->
     first = _seconds(work, length)
     if first <= _FEW * (length + 1000):
         return
+    if first > _MANY * (length + 1000):  # a garbage collection of a large process may have taken a second of it
+        first = min(_seconds(work, length) for _ in range(3))
     assert first <= _MANY * (length + 1000), f"{name}: {first:.2f} s for {length} characters"
     for num_times in (1, 3):
         short = min(first, *(_seconds(work, length) for _ in range(num_times)))
