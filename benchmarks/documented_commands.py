@@ -180,7 +180,7 @@ def server(words: list[str], folder: Path, args: argparse.Namespace) -> Iterator
 def listening(command: Documented, args: argparse.Namespace) -> argparse.Namespace:
     """Return the options with the port at which the server of this command listens.
 
-    `serve run` of a builder has no option for it: Serve's own port.
+    A server of `serve run` with a builder has no option for its port: it listens at Serve's own.
     """
     port = int(SERVER_PORT) if command.line.startswith("serve run crossdock:") else args.port
     return argparse.Namespace(**vars(args) | {"port": port})

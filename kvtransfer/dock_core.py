@@ -232,9 +232,11 @@ class DockCore:
     def _is_intact(self, peer: str, pages: Pages) -> bool:
         """Return whether pages lie here as they were sent, as far as that is checked. The first time that those of a
         peer do not, the log names the peer."""
+        if self._checksums is None:
+            return True
         grant = self._receiver.grant_of(peer, pages)
         source = self._peers.spec_of(peer)
-        if self._checksums is None or grant is None or source is None:
+        if grant is None or source is None:
             return True
         is_intact = self._checksums.agrees(pages, grant, source)
         if not is_intact and peer not in self._damaged:
@@ -249,8 +251,7 @@ class DockCore:
 
     def _with_checksum(self, write: Write) -> Pages:
         """Return the message of a write, with the checksum of its pages where one is wanted."""
-        target = self._peers.spec_of(write.peer)
-        if self._checksums is None or target is None:
+        if self._checksums is None or (target := self._peers.spec_of(write.peer)) is None:
             return write.message
         return msgspec.structs.replace(write.message, checksum=self._checksums.of_write(write.copies, target))
 

@@ -305,4 +305,4 @@ BESIDE_SERVERS = [
     Section("structured output", 40.0, structured),
     Section("weight update", 40.0, updates),
 ]
-"""What the time of the call `servers` suffices for."""
+"""The sections of the call `servers` that fit into its time."""

@@ -52,10 +52,10 @@ def prepare(config: ClusterConfig, *, has_gpus: bool) -> list[str]:
         if pool.checkpoint is not None:
             folder, own = _checkpoint_of(pool, path, config)
             lines.append(f"Pool {pool.name}: {folder}: {describe_weights(folder, own)}")
-        speculative = (pool.engine or config.engine).speculative_config
-        kind = str(decoder_fields(read_config_file(folder)).get("model_type"))
-        if speculative is not None and (why := speculative.why_no_drafts(kind)):
-            lines.append(f"Pool {pool.name}: speculative_config is left out: {why}")
+        if (speculative := (pool.engine or config.engine).speculative_config) is not None:
+            kind = str(decoder_fields(read_config_file(folder)).get("model_type"))
+            if why := speculative.why_no_drafts(kind):
+                lines.append(f"Pool {pool.name}: speculative_config is left out: {why}")
         if pool.num_ranks > 1:
             from crossdock.workers.model.cut.position import RankPosition
             from crossdock.workers.model.weights.weights import check_division

@@ -127,21 +127,26 @@ def test_served_checkpoint_brings_its_own_head(tmp_path: Path, name: str) -> Non
     check_drafts(noted, plain(name))
 
 
-def test_checkpoint_with_an_encoder_of_pictures_brings_its_head(tmp_path: Path) -> None:
-    """Published checkpoints of Qwen3.5 are such: the decoder is a part of the model, and the head is beside both."""
-    target, oracle = _with_encoder(), MtpReference(_with_encoder())
-    folder = saved(target, tmp_path)
-    add_tensors(folder, oracle.tensors())
-    assert "model.language_model.embed_tokens.weight" in load_file(folder / "model.safetensors")
+def check_own_head(target: PreTrainedModel, same: PreTrainedModel, folder: Path, oracle: MtpReference) -> None:
+    """Check the drafts of the head in `folder`, and that tokens are those without drafts, of `same`, a second copy."""
     history = History.random(5, NUM_REQUESTS)
     history = History(history.works, history.arrivals, {})
-    reference = serve(engine_of(target=_with_encoder()), history)[0]
+    reference = serve(engine_of(target=same), history)[0]
     engine = engine_of(target=target, speculative_config=mtp_config(folder), enable_prefix_caching=False)
     noted = noting(engine, {name: tokens_of(deltas) for name, deltas in reference.items()})
     found, _ = serve(engine, history)
     for request, deltas in reference.items():
         check_request(found[request], deltas, was_aborted=False)
     check_drafts(noted, oracle)
+
+
+def test_checkpoint_with_an_encoder_of_pictures_brings_its_head(tmp_path: Path) -> None:
+    """Published checkpoints of Qwen3.5 are such: the decoder is a part of the model, and the head is beside both."""
+    target, oracle = _with_encoder(), MtpReference(_with_encoder())
+    folder = saved(target, tmp_path)
+    add_tensors(folder, oracle.tensors())
+    assert "model.language_model.embed_tokens.weight" in load_file(folder / "model.safetensors")
+    check_own_head(target, _with_encoder(), folder, oracle)
 
 
 def _with_encoder() -> PreTrainedModel:
@@ -202,15 +207,7 @@ def test_checkpoint_with_a_tied_output_projection_brings_its_head(tmp_path: Path
     oracle = MtpReference(build("qwen3_5_text", _tied()))
     add_tensors(folder, oracle.tensors())
     assert "lm_head.weight" not in load_file(folder / "model.safetensors")
-    history = History.random(5, NUM_REQUESTS)
-    history = History(history.works, history.arrivals, {})
-    reference = serve(engine_of(target=build("qwen3_5_text", _tied())), history)[0]
-    engine = engine_of(target=target, speculative_config=mtp_config(folder), enable_prefix_caching=False)
-    noted = noting(engine, {name: tokens_of(deltas) for name, deltas in reference.items()})
-    found, _ = serve(engine, history)
-    for request, deltas in reference.items():
-        check_request(found[request], deltas, was_aborted=False)
-    check_drafts(noted, oracle)
+    check_own_head(target, build("qwen3_5_text", _tied()), folder, oracle)
 
 
 def _tied() -> dict[str, Any]:
