@@ -55,7 +55,7 @@ NOT_RUN = {
 # Why a command is not run, by an expression that it contains.
 OF_TRAINERS = re.compile(r"/(pause|is_paused|resume|sleep|is_sleeping|wake_up)\b")  # need --enable-rollouts
 LACKING = {
-    r"VL-": "needs a model of pictures from the hub",
+    r"VL-|bench .*pictures": "needs a model of pictures from the hub",
     r"bge-|cross-encoder/": "needs a text encoder from the hub",
     r"\bHEAD\b": "needs a head of EAGLE-3",
     r"Qwen3-8B": "needs a model with a longer context than the default model's",
