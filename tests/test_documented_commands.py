@@ -191,7 +191,7 @@ def anchors(text: str) -> set[str]:
 
 
 def _inline_problems(code: str) -> Iterator[str]:
-    """Yield the flags that the command lacks. Inline code may leave out arguments, so it is not parsed as a whole."""
+    """Yield the flags that the command lacks, unless it parses as a whole. Inline code may leave out arguments."""
     words = [word for word in code.split()[1:] if "…" not in word]
     if not words or words[0].startswith("-"):
         return
@@ -201,7 +201,9 @@ def _inline_problems(code: str) -> Iterator[str]:
         yield getattr(error, "message", None) or repr(error)
         return
     known = {name for param in command.params for name in (*param.opts, *param.secondary_opts)} | {"--help"}
-    yield from (f"no {flag}" for flag in _flags(rest) if flag not in known)
+    lacking = [flag for flag in _flags(rest) if flag not in known]
+    if lacking and next(_problems_of_click(words), None):  # else it takes flags of others
+        yield from (f"no {flag}" for flag in lacking)
 
 
 def page_name(page: Path) -> str:
