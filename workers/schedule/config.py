@@ -55,8 +55,10 @@ class SchedulerConfig(BaseModel):
     short_lane_share: float = Field(
         0.5, ge=0, lt=1, description="Share of each step's chunks that is reserved for short prompts."
     )
-    prefill_order: Literal["response_ratio", "fcfs"] = Field(
-        "response_ratio", description="response_ratio: by class, then 1 + waited work / uncached tokens; fcfs: arrival."
+    prefill_order: Literal["earliest_end", "fcfs"] = Field(
+        "earliest_end",
+        description="earliest_end: by class, then the prompt that would have ended first, each alone from its arrival; "
+        "fcfs: arrival.",
     )
     starvation_s: float = Field(
         60.0, gt=0, description="A request that has waited this long, and longer than its promise, goes first."

@@ -21,6 +21,7 @@ from crossdock.workers.schedule.first_token import (
     seconds_of_equals,
 )
 from crossdock.workers.schedule.pictures.encoding import Encoding
+from crossdock.workers.schedule.policies.order import PromptWork
 from crossdock.workers.schedule.policies.pace import lead
 from crossdock.workers.schedule.request.batch import Batch
 from crossdock.workers.schedule.request.request import Request, adapter_work
@@ -193,6 +194,26 @@ class Forecast:
             return 0.0
         encoder_seconds = self.encoding.seconds_left(request) if request.items else 0.0
         return self.compute_seconds(request, *self._rest(request)) + self.interval_share * encoder_seconds
+
+    @property
+    def work(self) -> PromptWork:
+        """Return what was scheduled of prompts since the start."""
+        totals = self.table.prefilled
+        return PromptWork(totals.tokens, "tokens") if self.cost is None else PromptWork(totals.seconds, "s")
+
+    def end_alone(self, request: Request) -> float:
+        """Return the `work` of this replica once a new request's prompt is computed, if none goes before it."""
+        if self.cost is None:
+            return self.work.done + request.num_uncached_tokens
+        encoder_seconds = self.encoding.seconds_left(request) if request.items else 0.0
+        return self.work.done + self.chunk_work(request, *self._rest(request), encoder_seconds)
+
+    def chunk_work(self, request: Request, start: int, end: int, encoder_seconds: float) -> float:
+        """Return what tokens [start, end) of a prompt and their pictures add to `work`; 0 without a cost."""
+        if self.cost is None:
+            return 0.0
+        seconds = self.factor(request) * self.chunk_seconds(request, start, end - start)
+        return self.interval_share * (seconds + encoder_seconds)
 
     def seconds_alone(self, request: Request) -> float:
         """Return the seconds until the rest of a request's prompt is computed on an idle replica; 0 without a cost."""

@@ -50,8 +50,7 @@ class Handoff:
         table.note_tenants(table.prefills())
         startable: Turn = (len(table.config.slo_classes), 0.0, 0)
         set_aside = 0
-        starvation_s = table.config.starvation_s
-        for request in order_prefills(waiting, now, table.prefilled.tokens, starvation_s, table.tenants):
+        for request in order_prefills(waiting, now, table.config.starvation_s, table.tenants):
             own = turn(request, table.tenants)
             if own > startable:
                 table.kept_back.add(request.id)

@@ -52,10 +52,9 @@ class PrefillScheduler:
         """
         table = self.table
         prefills = self.table.prefills(running)
-        if table.config.prefill_order == "response_ratio":
+        if table.config.prefill_order == "earliest_end":
             table.note_tenants(prefills)
-            starvation_s = table.config.starvation_s
-            return order_prefills(prefills, table.now, table.prefilled.tokens, starvation_s, table.tenants)
+            return order_prefills(prefills, table.now, table.config.starvation_s, table.tenants)
         return sorted(prefills, key=lambda request: request.status is Status.WAITING)  # stable: started ones first
 
     def schedule(
@@ -68,7 +67,7 @@ class PrefillScheduler:
         """
         config = self.table.config
         budget = self._budget(decodes, skipped, prefills)
-        if config.prefill_order == "response_ratio" and config.enable_chunked_prefill:
+        if config.prefill_order == "earliest_end" and config.enable_chunked_prefill:
             in_turn = prefills[0].tenant
             own = (request for request in prefills if request.tenant == in_turn)
             short = sum(request.num_uncached_tokens for request in own if not is_long(self.table, request))
@@ -285,18 +284,14 @@ class PrefillScheduler:
         table = self.table
         if table.config.prefill_order == "fcfs":
             return "first come"
-        starvation_s = table.config.starvation_s
-        return prefill_reason(request, table.now, table.prefilled.tokens, starvation_s, table.tenants)
+        return prefill_reason(request, table.now, self.forecast.work, table.config.starvation_s, table.tenants)
 
     def _count(self, request: Request, start: int, num_tokens: int, encoder_seconds: float) -> float:
         """Count a chunk, and return its seconds of this replica's time; 0 without a cost."""
         totals = self.table.prefilled
         totals.tokens += num_tokens
         totals.tokens_by_priority[request.priority] += num_tokens
-        if self.forecast.cost is None:
-            return 0.0
-        seconds = self.forecast.factor(request) * self.forecast.chunk_seconds(request, start, num_tokens)
-        seconds = self.forecast.interval_share * (seconds + encoder_seconds)
+        seconds = self.forecast.chunk_work(request, start, start + num_tokens, encoder_seconds)
         totals.seconds += seconds
         return seconds
 

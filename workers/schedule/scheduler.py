@@ -162,10 +162,10 @@ class Scheduler:
             reason = f"priority is {asked.priority_in_class}, but this server computes prompts in order of arrival"
             raise InvalidField(f"{reason} (--prefill-order fcfs)", "priority_in_class")
         request.priority = priority_of(self.config.slo_classes, asked.slo_class)
-        request.arrival_work = self.table.prefilled.tokens
         request.queued_at = request.arrival_time - asked.waited_s
         num_pages, load_s = self.loading.predicted(request)
         request.expected_cached_tokens = max(num_pages * self.pages.page_size, asked.source_tokens)
+        request.end_alone = self.forecast.end_alone(request)
         if request.leg is not Leg.RECEIVE and not asked.output_token_ids:  # else the first token is made elsewhere
             admission.promise(self.table, self.forecast, request, load_s)
         if request.adapter is not None:

@@ -21,8 +21,8 @@ CLASS_MEMORY_S = 60.0
 class PrefillTotals:
     """Prompt work scheduled since the start."""
 
-    tokens: int = 0  # also the clock of response ratios, see order.py
-    seconds: float = 0.0  # predicted, without the fixed part of steps
+    tokens: int = 0
+    seconds: float = 0.0  # predicted, without the fixed part of steps; see `PromptWork`
     tokens_by_priority: Counter[int] = field(default_factory=Counter)
 
 

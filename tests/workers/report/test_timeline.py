@@ -86,7 +86,7 @@ def test_timeline_of_a_request_alone_is_complete() -> None:
         "step_s": 1.0,
         "predicted_s": 0.75,
         "num_decodes": 0,
-        "reason": "response ratio 1.67",
+        "reason": "alone it would end in 24 tokens of prompts",
         "limit": "token budget",
     }
     del found["chunks"]
@@ -133,7 +133,7 @@ def test_timeline_of_a_request_alone_is_complete() -> None:
 def test_state_and_waiting_time_of_live_requests_are_current() -> None:
     timed = TimedReplica(max_num_seqs=1)
     timed.add("first", 30, max_tokens=2)
-    timed.add("second", 4)
+    timed.add("second", 30)
 
     def states() -> list[tuple[str, str, int, float]]:
         shown = timed.live()

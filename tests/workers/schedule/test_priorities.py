@@ -1,5 +1,6 @@
 """Which requests slow down when time runs short: classes are tiers, short prompts have a lane, none starves."""
 
+import random
 from itertools import pairwise
 from typing import Any
 
@@ -85,6 +86,62 @@ def test_short_prompt_does_not_wait_for_a_long_one() -> None:
 
     assert steps() <= 2
     assert steps(prefill_order="fcfs", chunk_policy="fixed") == 12
+
+
+@pytest.mark.parametrize(("computed", "order"), [(2000, ["short", "long"]), (2800, ["long", "short"])])
+def test_prompt_passes_a_longer_one_that_has_begun_while_more_is_left_of_that_one(
+    computed: int, order: list[str]
+) -> None:
+    replica = new_timed_replica(short_lane_share=0.0, max_num_batched_tokens=64)
+    long = replica.add("long", 3000)
+    while long.num_computed_tokens < computed:
+        replica.step()
+    replica.add("short", 400)
+    replica.run()
+    assert order_of_first_tokens(replica) == order
+
+
+def test_equal_prompts_take_no_turns() -> None:
+    replica = new_timed_replica(short_lane_share=0.0, max_num_batched_tokens=64)
+    for name in "abc":
+        replica.add(name, 300)
+    batches = replica.run()
+    parts = [part.request.id for batch in batches for part in batch.scheduled]
+    assert [name for name, after in pairwise([*parts, ""]) if name != after] == ["a", "b", "c"]
+
+
+def test_prompt_most_of_which_is_cached_counts_as_a_short_one() -> None:
+    replica = new_timed_replica(short_lane_share=0.0)
+    document = [*range(2000)]
+    replica.add("first", document)
+    replica.run()
+    replica.add("other", 1000)
+    replica.add("cached", document)
+    replica.run()
+    assert order_of_first_tokens(replica) == ["first", "cached", "other"]
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_none_passes_a_prompt_once_as_much_was_computed_as_it_takes_alone(seed: int) -> None:
+    """The bound on a prompt's wait, for prompts of any lengths that come at any time."""
+    draw = random.Random(seed)
+    replica = new_timed_replica(short_lane_share=0.0, max_long_partial_prefills=64, max_num_partial_prefills=64)
+    came = list[tuple[str, float, float]]()
+    computed = replica.scheduler.table.prefilled
+    for number in range(40):
+        length = int(20 * 200 ** draw.random()) - 1
+        replica.add(str(number), length)
+        came.append((str(number), computed.seconds, COST.prefill_seconds(0, length, 256)))
+        for _ in range(draw.randrange(3)):
+            replica.step()
+    replica.run()
+    first = {name: times[0] for name, times in replica.token_times.items()}
+    later = [(one, other) for place, one in enumerate(came) for other in came[place + 1 :]]
+    passed = [one for one, other in later if first[other[0]] < first[one[0]]]
+    assert len(passed) > 20
+    late = [(one, other) for one, other in later if other[1] - one[1] > one[2]]
+    assert len(late) > 100
+    assert all(first[one[0]] <= first[other[0]] for one, other in late)
 
 
 def test_long_prompts_of_less_urgent_classes_do_not_keep_an_urgent_one_out() -> None:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from math import inf
+from typing import NamedTuple
 
 from crossdock.workers.schedule.policies.tenants import Tenants
 from crossdock.workers.schedule.request.request import Request
@@ -12,13 +13,11 @@ Turn = tuple[int, float, float]
 STARVING: Turn = (-1, 0.0, 0)
 
 
-def response_ratio(request: Request, work_done: int) -> float:
-    """Return 1 + waited work / uncached tokens.
+class PromptWork(NamedTuple):
+    """What a replica has scheduled of prompts since its start: the clock of `Request.end_alone`."""
 
-    Waited work is what the replica has prefilled since the request arrived, in tokens. So the ratio needs no clock, is
-    the same on every device, and does not change while nothing is computed.
-    """
-    return 1 + (work_done - request.arrival_work) / max(request.num_uncached_tokens, 1)
+    done: float
+    unit: str  # "s", predicted; without a cost "tokens"
 
 
 def is_starving(request: Request, now: float, starvation_s: float, tenants: Tenants) -> bool:
@@ -41,29 +40,31 @@ def before(own: Turn) -> Turn:
     return (*own[:2], own[2] - 1)
 
 
-def order_prefills(
-    requests: Iterable[Request], now: float, work_done: int, starvation_s: float, tenants: Tenants
-) -> list[Request]:
+def order_prefills(requests: Iterable[Request], now: float, starvation_s: float, tenants: Tenants) -> list[Request]:
     """Return the requests in the order in which their prompts are computed.
 
     First those that starve, the oldest first. Then by class, within a class by what their tenants have had, and for
     one tenant by the clients' own priorities. Among equals, preempted requests go first, because their clients are
     already reading. Then those that another replica computes and offers, because that one holds pages for them: first
-    the one whose second token is due first. Then the highest response ratio. Ties go by arrival, then by id.
+    the one whose second token is due first. Then by `end_alone`. Ties go by arrival, then by id.
+
+    So a prompt passes a longer one that came before it and may have begun, while it takes less than that one does
+    beyond all that was computed since that one came. Equal prompts take no turns. Once the replica has computed as much
+    as a prompt takes alone, none that comes later passes it: its wait, like its promise, is bounded by its own length.
     """
 
     def key(request: Request) -> tuple[Turn, float, float, float, str]:
         if is_starving(request, now, starvation_s, tenants):
             return (STARVING, 0.0, 0.0, request.arrival_time, request.id)
         is_read = request.num_preemptions or request.is_offered
-        ratio = inf if is_read else response_ratio(request, work_done)
+        end = -inf if is_read else request.end_alone
         due = request.due if request.is_offered else 0.0
-        return (turn(request, tenants), -ratio, due, request.arrival_time, request.id)
+        return (turn(request, tenants), end, due, request.arrival_time, request.id)
 
     return sorted(requests, key=key)
 
 
-def prefill_reason(request: Request, now: float, work_done: int, starvation_s: float, tenants: Tenants) -> str:
+def prefill_reason(request: Request, now: float, work: PromptWork, starvation_s: float, tenants: Tenants) -> str:
     """Return the reason for a request's place in `order_prefills`, for its timeline."""
     if is_starving(request, now, starvation_s, tenants):
         return f"waited {now - request.queued_at:.0f} s"
@@ -71,7 +72,10 @@ def prefill_reason(request: Request, now: float, work_done: int, starvation_s: f
         return "preempted before"
     own = request.submission.priority_in_class
     priority = f"priority {own}, " if own else ""
-    return f"{priority}response ratio {response_ratio(request, work_done):.2f}"
+    left = request.end_alone - work.done
+    if left < 0:
+        return f"{priority}alone it would have ended {-left:.3g} {work.unit} of prompts ago"
+    return f"{priority}alone it would end in {left:.3g} {work.unit} of prompts"
 
 
 def first_victim(requests: Sequence[Request], tenants: Tenants) -> Request:

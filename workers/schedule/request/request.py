@@ -112,7 +112,7 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     coming: ComingPages = field(default_factory=ComingPages)  # from elsewhere; workers/schedule/prefixes changes it
     priority: int = 0  # of its class; 0 is the most urgent
-    arrival_work: int = 0  # prompt tokens the scheduler had scheduled when the request arrived
+    end_alone: float = 0.0  # work of the replica once the prompt is computed, if none went before it; see `PromptWork`
     queued_at: float = 0.0  # when the request last began to wait: at arrival, or when preempted
     due: float = 0.0  # of a stream: when its next token is due
     paced_from: float | None = None  # of a stream: one `tpot_s` per token made, before its first token here was made

@@ -181,7 +181,7 @@ def grants_without_offers() -> Iterator[None]:
     def grant(self: Handoff, now: float) -> list[Request]:
         table, granted = self.table, []
         arriving = [request for request in table.waiting if request.leg is Leg.RECEIVE]
-        for request in order_prefills(arriving, now, table.prefilled.tokens, table.config.starvation_s, table.tenants):
+        for request in order_prefills(arriving, now, table.config.starvation_s, table.tenants):
             if num_slots(table, request.priority) <= 0:
                 break
             if not kv.admit(table, request, kv.match_prefix(table, request)):
