@@ -165,18 +165,22 @@ def _joins(
     coming = [each for each in coming if each[0] > 0]
     begins = 0.0
     running = live.prefills.in_flight_seconds
-    if not (running or waiting or (streams_s and coming)):  # it was idle until one came
+    if not (running or waiting):  # there was no prompt until one came
         if not coming:
             return Joins(0.0, 0.0, 0.0, later, 0.0)
-        (begins, waiting), *coming = coming
+        if streams_s:
+            begins = coming[0][0] // gap * gap  # of the step of streams that ran then
+        else:
+            (begins, waiting), *coming = coming
     if not running and not (runs_ahead and streams_s):
         running = min(waiting, chunk_s)
         waiting = max(waiting - chunk_s, 0.0)
     ends = begins + gap + running
+    came = sum([seconds for at, seconds in coming if at < ends])
     if not runs_ahead:
-        return Joins(ends, ends, ends, later, _step_seconds(gap, 0.0, min(waiting, chunk_s)))
+        return Joins(ends, ends, ends, later, _step_seconds(gap, 0.0, min(waiting + came, chunk_s)))
     first = ends + _step_seconds(gap, streams_s, min(waiting, chunk_s))
-    waiting = max(waiting - chunk_s, 0.0) + sum([seconds for at, seconds in coming if at < ends])
+    waiting = max(waiting - chunk_s, 0.0) + came
     waiting_s = min(waiting, chunk_s)
     second = first + _step_seconds(gap, streams_s, waiting_s)
     return Joins(ends, first, second, later, _step_seconds(gap, 0.0, waiting_s))

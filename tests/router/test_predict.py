@@ -168,6 +168,39 @@ def test_short_prompt_has_its_token_when_the_step_ends_that_long_prompts_fill(ru
     assert predicted == pytest.approx(replica.now - reported_at, rel=0.12)
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("num_streams", [0, 4])
+def test_short_prompt_that_comes_at_once_with_long_ones_has_its_token_when_their_step_ends(
+    num_streams: int, runs_ahead: bool
+) -> None:
+    """The replica has decoded for a while, or has done nothing. A prompt that comes first begins alone there."""
+    replica = Replica(profile(runs_ahead=runs_ahead))
+    fleet = fleet_of({"a": replica.profile})
+    for number in range(num_streams):
+        replica.add(f"{number}", [number + 3] * 40, max_tokens=50)
+        replica.step_until_token(f"{number}")
+    replica.report(fleet, "a", replica.now)
+    for _ in range(5 if num_streams else 0):
+        replica.step()
+    now = replica.now + 1e-4
+    for number in range(2):
+        place(fleet, query(f"long {number}", 600), now)
+    place(fleet, query("tiny", 10), now)
+    predicted = predicted_ttft(fleet, query("short", 30), now)
+    if not num_streams:
+        replica.engine.now = now
+        replica.add("long 0", [60, *range(599)])
+    for _ in range(1 + runs_ahead):  # the step that runs, and the one that is scheduled
+        replica.step()
+    if num_streams:
+        replica.add("long 0", [60, *range(599)])
+    replica.add("long 1", [61, *range(599)])
+    replica.add("tiny", [62] * 10)
+    replica.add("short", [63] * 30)
+    replica.step_until_token("short")
+    assert predicted == pytest.approx(replica.now - now, rel=0.2)
+
+
 def test_steps_with_adapters_take_what_the_replica_says() -> None:
     """Streams with two adapters and without one: of the present, of an in-flight load, and a prompt alone."""
     cost = LONG_STEPS.model_copy(update={"per_adapter": 5e-9, "per_adapted": 1e-9})
