@@ -104,7 +104,7 @@ def test_prompt_of_its_turn_passes_an_offered_one_that_lacks_pages() -> None:
     assert granted(scheduler) == []
     assert scheduler.table.kept_back == set()
     computed = [part.request.id for part in ModelFreeReplica(scheduler).step().batch.scheduled]
-    assert computed == ["running", "after"]
+    assert computed == ["after", "running"]
 
 
 def test_preempted_stream_that_lacks_pages_is_passed_by_none_of_its_turn() -> None:

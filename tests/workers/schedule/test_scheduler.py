@@ -28,7 +28,7 @@ def test_threshold_bounds_one_prompt_and_leaves_budget_for_others() -> None:
     scheduler.add(new_request("long", range(1, 49), max_tokens=1))
     scheduler.add(new_request("short", [7] * 10, max_tokens=1))
     batch = ModelFreeReplica(scheduler).step().batch
-    assert [(p.request.id, p.num_tokens) for p in batch.scheduled] == [("long", 16), ("short", 10)]
+    assert [(p.request.id, p.num_tokens) for p in batch.scheduled] == [("short", 10), ("long", 16)]
 
 
 def test_threshold_lifts_for_a_request_that_is_alone() -> None:
@@ -41,8 +41,8 @@ def test_threshold_lifts_for_a_request_that_is_alone() -> None:
     assert replica.step().batch.scheduled[0].num_tokens == 32
     scheduler.add(new_request("second", range(200, 230), max_tokens=9))
     assert [(part.request.id, part.num_tokens) for part in replica.step().batch.scheduled] == [
-        ("alone", 8),
         ("second", 8),
+        ("alone", 8),
     ]
     scheduler.abort("alone")
     assert [part.num_tokens for part in replica.step().batch.scheduled] == [22]
@@ -67,7 +67,7 @@ def test_threshold_holds_beside_a_stream_and_beside_a_prompt_that_arrives() -> N
 def test_prompt_without_chunking_is_computed_in_one_step() -> None:
     scheduler = new_scheduler(max_num_batched_tokens=100, enable_chunked_prefill=False)
     scheduler.add(new_request("a", range(1, 91), max_tokens=1))
-    scheduler.add(new_request("b", range(1, 51), max_tokens=1, prompt_logprobs=0))  # prompt_logprobs: computes all
+    scheduler.add(new_request("b", range(101, 151), max_tokens=1, prompt_logprobs=0))  # prompt_logprobs: computes all
     batches = ModelFreeReplica(scheduler).run()
     assert chunk_sizes(batches, "a") == [90]
     assert chunk_sizes(batches, "b") == [50]
