@@ -14,7 +14,7 @@ STARVING: Turn = (-1, 0.0, 0)
 
 
 class PromptWork(NamedTuple):
-    """What a replica has scheduled of prompts since its start: the clock of `Request.end_alone`."""
+    """Sums up the prompts that a replica has scheduled since its start: the clock of `Request.end_alone`."""
 
     done: float
     unit: str  # "s", predicted; without a cost "tokens"
