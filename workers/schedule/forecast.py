@@ -209,7 +209,7 @@ class Forecast:
         return self.work.done + self.chunk_work(request, *self._rest(request), encoder_seconds)
 
     def chunk_work(self, request: Request, start: int, end: int, encoder_seconds: float) -> float:
-        """Return the seconds that tokens [start, end) of a prompt, with their pictures, add to `work`; 0 without a cost."""
+        """Return the seconds that tokens [start, end) of a prompt and its pictures add to `work`; 0 without a cost."""
         if self.cost is None:
             return 0.0
         seconds = self.factor(request) * self.chunk_seconds(request, start, end - start)
