@@ -28,7 +28,7 @@ class MtpHead:
     """Computes the rows of an MTP head: a `DraftingHead`. Its layer is a model of its own, proven like any other."""
 
     target: LoadedModel
-    layer: LoadedModel  # of one layer
+    layer: LoadedModel  # of the head's layers alone
     embedding_norm: nn.Module
     hidden_norm: nn.Module
     projection: Tensor  # [E, 2 E]
@@ -46,10 +46,9 @@ class MtpHead:
     def of(cls, weights: MtpWeights, target: LoadedModel) -> Self:
         """Put a head behind the attention of `target`. ValueError: it would not be computed right."""
         options = LoadOptions(max_model_len=target.max_model_len, attention=target.attention)
-        layer = wrap_module(weights.module, options)
-        norm = layer.module.get_decoder().norm
-        of_embeddings = _with_weight(norm, weights.embedding_norm)
-        return cls(target, layer, of_embeddings, _with_weight(norm, weights.hidden_norm), weights.projection)
+        of_embeddings = _with_weight(weights.norm, weights.embedding_norm)
+        of_states = _with_weight(weights.norm, weights.hidden_norm)
+        return cls(target, wrap_module(weights.module, options), of_embeddings, of_states, weights.projection)
 
     @property
     def width(self) -> int:

@@ -1,7 +1,9 @@
-"""The tensors of an MTP head in a checkpoint, read as a model of one layer: the last decoder layer of its own kind.
+"""The tensors of an MTP head in a checkpoint, read as a model of its layers alone: one, of the decoder's own kind.
 
-Two forms are published. DeepSeek and GLM number the head as one more layer: `layers.N.eh_proj`, `layers.N.self_attn…`.
-Qwen calls it `mtp`: `mtp.fc`, `mtp.layers.0.self_attn…`. Both compute the same.
+Three forms are published. DeepSeek and GLM number the head as one more layer: `layers.N.eh_proj`,
+`layers.N.self_attn…`. Qwen calls it `mtp`: `mtp.fc`, `mtp.layers.0.self_attn…`. Nemotron-H calls it so too, and counts
+attention and experts as two layers: `mtp.layers.0.eh_proj`, `mtp.layers.0.mixer…`, `mtp.layers.1.mixer…`,
+`mtp.layers.1.final_layernorm`. All compute the same. (`MtpModel` of transformers; `nemotron_h_mtp.py` of vLLM.)
 """
 
 import copy
@@ -13,7 +15,13 @@ from typing import Any, NamedTuple
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
-from crossdock.workers.model.architecture import text_config
+from crossdock.workers.model.architecture import (
+    INDEXED_TYPE,
+    attention_layers,
+    is_indexed,
+    recurrent_layers,
+    text_config,
+)
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.loaders.files import open_files
@@ -31,26 +39,29 @@ _JOINING = {
     "eh_proj.weight": "projection",
     "fc.weight": "projection",
 }
-"""The tensors before the layer, by both names."""
+"""The tensors before the first layer, by all their names there."""
 
 _LAST_NORMS = ("norm.weight", "shared_head.norm.weight")
+_LAST_NORM_IN_LAYER = "final_layernorm.weight"
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the model's own, which is read
-_OF_MODEL = re.compile(r"(?:(?:model|language_model)\.)*(embed_tokens|lm_head)\.weight")
+_OF_MODEL = re.compile(r"(?:(?:model|language_model|backbone)\.)*(embed_tokens|embeddings|lm_head)\.weight")
 _IN_ONE_LAYER: Mapping[str, Any] = {
     "num_hidden_layers": 1,
     "first_k_dense_replace": 0,
     "mlp_layer_types": ["sparse"],
     "mlp_only_layers": [],
     "decoder_sparse_step": 1,
-    "layer_types": ["full_attention"],
+    "indexer_types": ["full"],
 }
-"""Fields that say what each layer is, for one layer with experts: where a decoder has some, its head has."""
+"""Fields that say what each layer is, for one layer with experts: where a decoder has some, its head has. Where layers
+of a decoder share an indexer, its head has one of its own."""
 
 
 class MtpWeights(NamedTuple):
     """The weights of a head."""
 
-    module: Any  # a causal LM of transformers with one layer, whose last norm is the head's
+    module: Any  # a causal LM of transformers with the head's layers alone, whose last norm is the head's
+    norm: nn.Module  # the last one of `module`
     embedding_norm: Tensor  # [E]
     hidden_norm: Tensor  # [E]
     projection: Tensor  # [E, 2 E], of a normed embedding and a normed state side by side
@@ -80,7 +91,8 @@ def load_mtp(name: str | None, target: LoadedModel) -> MtpWeights:
     path = _path_of(name, target)
     config = read_config(path)
     _check_fits(config, target, path)
-    chosen = _Chosen(path, text_config(config).num_hidden_layers)
+    own = _of_head(config, path)
+    chosen = _Chosen(path, text_config(config).num_hidden_layers, own.num_hidden_layers)
     device = str(target.device)
 
     def cut(module: Any) -> ModelPart:
@@ -88,24 +100,29 @@ def load_mtp(name: str | None, target: LoadedModel) -> MtpWeights:
             module.set_input_embeddings(_OfTarget(lambda: target.module.get_input_embeddings()))
         if target.part.position.tensor_size == 1:
             module.lm_head = _OfTarget(lambda: target.module.lm_head)
-        return ModelPart(RankPosition(), num_layers=1)
+        return ModelPart(RankPosition(), num_layers=own.num_hidden_layers)
 
     try:
-        module, _ = load_weights(_one_layer(config), path, target.dtype, cut, device, chosen=chosen)
+        module, _ = load_weights(own, path, target.dtype, cut, device, chosen=chosen)
     except ValueError as error:
-        raise ValueError(f"speculative_config: method mtp, whose layer is layers.0 here: {error}") from None
+        raise ValueError(f"speculative_config: method mtp, whose first layer is layers.0 here: {error}") from None
     check_finite(weights_of(module), f"the MTP head of {path}")
-    return MtpWeights(module.to(target.device), **chosen.read(target))
+    module = module.to(target.device)
+    decoder = module.get_decoder()
+    norm = decoder.norm_f if hasattr(decoder, "norm_f") else decoder.norm
+    return MtpWeights(module, norm, **chosen.read(target))
 
 
 class _Chosen:
     """Picks the tensors of a head, and of the embedding and the output projection, out of those of a checkpoint.
 
-    A layer keeps the names that it has as the only layer of a model. The tensors before it are kept for `read`.
+    Layers keep the names that they have in a model without other layers. The tensors before them are kept for `read`.
     """
 
-    def __init__(self, path: Path, num_layers: int) -> None:
+    def __init__(self, path: Path, num_layers: int, num_own: int) -> None:
+        """`num_layers`: of the decoder; `num_own`: of the head."""
         self._path = path
+        self._num_own = num_own
         self._of_head = re.compile(rf"(?:(?:model|language_model)\.)*(?:mtp|layers\.{num_layers})\.(.+)")
         self._joining: dict[str, StoredTensor] = {}
 
@@ -120,9 +137,11 @@ class _Chosen:
         if len(self._joining) < len(set(_JOINING.values())):
             raise ValueError(
                 f"model: {self._path} has no MTP head: its files lack mtp.fc with its norms, or eh_proj with its norms "
-                f"in one more layer than num_hidden_layers. Name a checkpoint that has them in model, or another method"
+                f"in mtp.layers.0 or in one more layer than num_hidden_layers. Name a checkpoint that has them in "
+                f"model, or another method"
             )
-        if (embedding := found.get("model.embed_tokens.weight")) is not None:
+        embedding = found.get("model.embed_tokens.weight") or found.get("model.embeddings.weight")
+        if embedding is not None:
             found.setdefault("lm_head.weight", embedding)  # of a model that ties them
         return found
 
@@ -142,11 +161,14 @@ class _Chosen:
 
     def _put(self, name: str, tensor: StoredTensor, found: dict[str, StoredTensor]) -> None:
         """Put a tensor of the head, called `name` there, where it belongs."""
-        numbered = re.match(r"layers\.(\d+)\.", name)
-        if numbered and numbered[1] != "0":
+        numbered = re.fullmatch(r"layers\.(\d+)\.(.+)", name)
+        if numbered and int(numbered[1]) >= self._num_own:
             raise ValueError(f"model: {tensor.key} is of a second layer; heads with one layer are computed")
-        if name in _JOINING:
-            self._joining[_JOINING[name]] = tensor
+        in_layer = numbered[2] if numbered else name
+        if in_layer in _JOINING:
+            self._joining[_JOINING[in_layer]] = tensor
+        elif in_layer == _LAST_NORM_IN_LAYER:
+            found["model.norm_f.weight"] = tensor
         elif name in _LAST_NORMS:
             found["model.norm.weight"] = tensor
         elif name not in _SHARED:
@@ -177,9 +199,16 @@ def _check_fits(config: PretrainedConfig, target: LoadedModel, path: Path) -> No
         raise ValueError(f"model: {path} has mtp_use_dedicated_embeddings; heads that read the model's are computed")
 
 
-def _one_layer(config: PretrainedConfig) -> PretrainedConfig:
-    """Return the configuration of the head's layer, as that of a model with no other."""
+def _of_head(config: PretrainedConfig, path: Path) -> PretrainedConfig:
+    """Return the configuration of the head's layers, as that of a model with no others. ValueError: not computed."""
     decoder = copy.deepcopy(text_config(config))
-    decoder.update({name: value for name, value in _IN_ONE_LAYER.items() if getattr(decoder, name, None) is not None})
+    usual = [INDEXED_TYPE if is_indexed(decoder) else "full_attention"]
+    fields = dict(_IN_ONE_LAYER) | {"layer_types": getattr(decoder, "mtp_layers_block_type", None) or usual}
+    decoder.update({name: value for name, value in fields.items() if getattr(decoder, name, None) is not None})
     decoder.update({"tie_word_embeddings": False, "architectures": None})
+    if recurrent_layers(decoder) or (hasattr(decoder, "mtp_layers_block_type") and not attention_layers(decoder)):
+        raise ValueError(
+            f"model: {path} has mtp_layers_block_type {decoder.mtp_layers_block_type}; heads whose layers have "
+            f"attention, experts or an mlp are computed"
+        )
     return decoder

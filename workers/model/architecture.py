@@ -87,5 +87,10 @@ def recurrent_layers(config: "PretrainedConfig") -> list[int]:
 
 
 def attention_layers(config: "PretrainedConfig") -> list[int]:
-    """Return the numbers of the layers with attention of a decoder that has recurrent layers too."""
+    """Return the numbers of the layers with attention of a decoder whose configuration has the kinds of its layers."""
     return [layer for layer, kind in enumerate(layer_kinds(config)) if kind not in _WITHOUT_ATTENTION]
+
+
+def has_layers_without_attention(config: "PretrainedConfig") -> bool:
+    """Return whether some layers of a decoder have no attention."""
+    return not _WITHOUT_ATTENTION.isdisjoint(layer_kinds(config))

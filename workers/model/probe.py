@@ -15,6 +15,7 @@ from transformers import DynamicCache, PretrainedConfig
 from crossdock.workers.model.architecture import (
     attention_layers,
     attention_names,
+    has_layers_without_attention,
     is_indexed,
     layer_kinds,
     recurrent_layers,
@@ -244,7 +245,7 @@ def _one_call_per_layer(network: Network, calls: Sequence[AttentionCall]) -> lis
     layers = [call.layer for call in calls]
     part = network.part
     expected = list(part.held_layers)
-    if recurrent_layers(text_config(network.config)):
+    if has_layers_without_attention(text_config(network.config)):
         expected = [layer for layer in attention_layers(text_config(network.config)) if layer in part.held_layers]
     if layers != expected:
         missing = sorted(set(expected) - set(layers))

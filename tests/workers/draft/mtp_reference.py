@@ -1,5 +1,6 @@
-"""Checkpoints with a random MTP head, and what it drafts in transformers' own `MtpModel`: whole texts, no pages."""
+"""Checkpoints with a random MTP head, and what it drafts in transformers' own layers: whole texts, no pages."""
 
+import copy
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -8,7 +9,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 from transformers.utils import logging
@@ -19,8 +20,18 @@ from tests.workers.replica.speculating import MAX_MODEL_LEN, VOCAB_SIZE
 
 logging.disable_progress_bar()
 
-_NUMBERED = ("deepseek_v3", "glm4_moe", "glm4_moe_lite")  # whose head is one more layer of `layers`
+_NUMBERED = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
+"""Models whose head is one more layer of `layers`."""
 _QWEN = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
+_NEMOTRON = {each: f"layers.0.{each}" for each in ("enorm", "hnorm", "eh_proj")}
+_NEMOTRON |= {"post_norm": "layers.1.final_layernorm", "mtp_block": "layers"}
+_ONE_INDEXED = {"num_hidden_layers": 1, "layer_types": ["indexed_attention"], "mlp_layer_types": ["sparse"]}
+_ALONE: dict[str, dict[str, Any]] = {
+    "deepseek_v32": _ONE_INDEXED,
+    "glm_moe_dsa": _ONE_INDEXED | {"indexer_types": ["full"]},
+    "nemotron_h": {"layer_types": ["full_attention", "moe"]},
+}
+"""Fields of the decoder that has a head's layers alone, for models whose layers `MtpModel` does not call right."""
 
 
 def target_of(name: str) -> PreTrainedModel:
@@ -34,18 +45,37 @@ def plain(name: str) -> "MtpReference":
     return MtpReference(target_of(name))
 
 
+class LayersAlone(nn.Module):
+    """A head in the place of `MtpModel`: the model's own decoder in transformers, with the head's layers alone."""
+
+    def __init__(self, target: Any) -> None:
+        super().__init__()
+        config = copy.deepcopy(target.config)
+        config.update(_ALONE[config.model_type])
+        decoder: Any = type(target)(config).eval().get_decoder()
+        layers = decoder.layers
+        norm = decoder.norm_f if config.model_type == "nemotron_h" else decoder.norm
+        parts = {"enorm": copy.deepcopy(norm), "hnorm": copy.deepcopy(norm), "post_norm": norm}
+        parts |= {"eh_proj": nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)}
+        self.layers = nn.ModuleList([nn.ModuleDict(parts | {"mtp_block": layers if len(layers) > 1 else layers[0]})])
+        self._computed = (target.get_input_embeddings(), decoder)  # no parts of this module
+
+    def forward_layer(self, layer: int, states: Tensor, positions: Tensor, _cache: None, *, input_ids: Tensor) -> Tensor:
+        """Compute all rows. Arguments are those of `MtpModel`."""
+        parts: Any = self.layers[layer]
+        embedding, decoder = self._computed
+        both = torch.cat([parts["enorm"](embedding(input_ids)), parts["hnorm"](states)], -1)
+        entering = parts["eh_proj"](both)
+        states = decoder(inputs_embeds=entering, position_ids=positions, use_cache=False).last_hidden_state
+        return states
+
+
 class MtpReference:
     """A model with a random head, whose attention is its own."""
 
     def __init__(self, target: PreTrainedModel) -> None:
         self.target: Any = target
-        decoder: Any = target.config.get_text_config(decoder=True)
-        decoder.num_mtp_layers = 1
-        if getattr(decoder, "layer_types", None):
-            decoder.mtp_layer_types = ["full_attention"]
-        if getattr(decoder, "mlp_layer_types", None):
-            decoder.mtp_mlp_layer_types = ["sparse"]
-        self.head: Any = MtpModel(target, 1)
+        self.head: Any = LayersAlone(target) if target.config.model_type in _ALONE else _mtp_model(target)
         draw = torch.Generator().manual_seed(7)
         for name, parameter in self.head.layers.named_parameters():
             noise = torch.randn(parameter.shape, generator=draw)
@@ -89,6 +119,8 @@ class MtpReference:
             if numbered:
                 own = "shared_head.norm.weight" if part == "post_norm" else name.removeprefix("mtp_block.")
                 found[f"model.layers.{config.num_hidden_layers}.{own}"] = tensor.clone()
+            elif config.model_type == "nemotron_h":
+                found[f"mtp.{_NEMOTRON[part]}.{rest}"] = tensor.clone()
             else:
                 own = f"layers.0.{rest}" if part == "mtp_block" else f"{_QWEN[part]}.{rest}"
                 found[f"mtp.{own}"] = tensor.clone()
@@ -98,15 +130,26 @@ class MtpReference:
         return found
 
 
+def _mtp_model(target: Any) -> MtpModel:
+    """Return the `MtpModel` of one layer of a model."""
+    decoder: Any = target.config.get_text_config(decoder=True)
+    decoder.num_mtp_layers = 1
+    if getattr(decoder, "layer_types", None):
+        decoder.mtp_layer_types = ["full_attention"]
+    if getattr(decoder, "mlp_layer_types", None):
+        decoder.mtp_mlp_layer_types = ["sparse"]
+    return MtpModel(target, 1)
+
+
 def _per_expert(tensors: dict[str, Tensor], is_stacked: bool) -> Iterator[tuple[str, Tensor]]:
     """Yield tensors by name, those of experts one by one."""
     for name, tensor in tensors.items():
-        merged = re.fullmatch(r"(.+\.experts)\.(gate_up|down)_proj", name)
+        merged = re.fullmatch(r"(.+\.experts)\.(gate_up|up|down)_proj", name)
         if merged is None or is_stacked:
             yield name, tensor
             continue
         for number, expert in enumerate(tensor):
-            parts = zip(("gate", "up"), expert.chunk(2), strict=True) if merged[2] == "gate_up" else [("down", expert)]
+            parts = zip(("gate", "up"), expert.chunk(2), strict=True) if merged[2] == "gate_up" else [(merged[2], expert)]
             for part, each in parts:
                 yield f"{merged[1]}.{number}.{part}_proj.weight", each
 

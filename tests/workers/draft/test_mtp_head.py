@@ -33,8 +33,10 @@ from tests.workers.replica.speculating import (
 )
 from tests.workers.worker_groups import engine_of_ranks
 
-FAMILIES = ["deepseek_v3", "glm4_moe", "glm4_moe_lite", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"]
+FAMILIES = ["deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "nemotron_h"]
+FAMILIES += ["qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"]
 ANSWERS = ["deepseek_v3", "qwen3_5_text"]
+ERRORS = {"nemotron_h": 1e-3}  # of logprobs: Mamba-2's scan over a chunk, or over drafts, adds in another order
 
 
 def mtp_config(folder: Path | None, num_tokens: int = 4, **others: Any) -> dict[str, Any]:
@@ -57,7 +59,7 @@ def check_drafts(noted: Noted, oracle: MtpReference, least: float = 1.0, first: 
     assert sum(same) >= least * len(same)
 
 
-@pytest.mark.parametrize("name", rest_in_soak(FAMILIES, *ANSWERS, "glm4_moe", "qwen3_next"))
+@pytest.mark.parametrize("name", rest_in_soak(FAMILIES, *ANSWERS, "glm4_moe", "glm_moe_dsa", "nemotron_h"))
 def test_head_in_an_engine_drafts_as_transformers_at_every_step(tmp_path: Path, name: str) -> None:
     """Prompts come in chunks, streams join and leave, and some drafts are accepted, others not."""
     folder, reference, history = write_checkpoint(tmp_path, name), without(name, 5), History.random(5, NUM_REQUESTS)
@@ -66,7 +68,7 @@ def test_head_in_an_engine_drafts_as_transformers_at_every_step(tmp_path: Path, 
     noted = noting(engine, {name: tokens_of(deltas) for name, deltas in reference.items()})
     found, _ = serve(engine, History(history.works, history.arrivals, {}))
     for request, deltas in reference.items():
-        check_request(found[request], deltas, was_aborted=False)
+        check_request(found[request], deltas, was_aborted=False, error=ERRORS.get(name, 1e-4))
     check_drafts(noted, plain(name))
     assert noted.head.pages.block_pool.num_available == noted.head.pages.num_pages, "none is left behind"
 

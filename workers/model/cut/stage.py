@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 from torch import Tensor, nn
 
 from crossdock.kvtransfer.layout import layer_range
-from crossdock.workers.model.architecture import attention_layers, is_multimodal, recurrent_layers
+from crossdock.workers.model.architecture import attention_layers, has_layers_without_attention, is_multimodal
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
 
@@ -69,7 +69,7 @@ class PipelineStage:
         self.num_layers = end - self.first_layer
         _require_own_indexer(config, self.first_layer)
         self.first_place = self.first_layer
-        if recurrent_layers(config):
+        if has_layers_without_attention(config):
             places = [layer for layer in attention_layers(config) if layer < end]
             self.first_place = sum(layer < self.first_layer for layer in places)
             if self.first_place == len(places):
