@@ -1,6 +1,7 @@
 """Checkpoints with a random MTP head, and what it drafts in transformers' own layers: whole texts, no pages."""
 
 import copy
+import json
 import re
 from collections.abc import Iterator, Sequence
 from functools import cache
@@ -157,6 +158,11 @@ def _per_expert(tensors: dict[str, Tensor], is_stacked: bool) -> Iterator[tuple[
 def write_checkpoint(folder: Path, name: str, *, is_stacked: bool = False) -> Path:
     """Write the model of `target_of` with its head."""
     saved(target_of(name), folder)
+    if name in _ALONE:  # whose classes in transformers do not write what published configurations say of heads
+        file = folder / "config.json"
+        published = {"num_nextn_predict_layers": 1}
+        published |= {"index_share_for_mtp_iteration": True} if name == "glm_moe_dsa" else {}
+        file.write_text(json.dumps(json.loads(file.read_text()) | published))
     add_tensors(folder, plain(name).tensors(is_stacked=is_stacked))
     return folder
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from crossdock.workers.draft.head_drafter import MOST_KEPT
+from tests.sweeps import rest_in_soak
 from tests.workers.architectures import build
 from tests.workers.draft.eagle_reference import LAYERS, EagleReference, write_head
 from tests.workers.draft.mtp_reference import plain, target_of, write_checkpoint
@@ -106,9 +107,12 @@ async def test_states_travel_between_replicas_of_unequal_ranks(
     assert {len(text) + 1 for text in TEXTS} <= lengths, "each stream drafts in its first decode step"
 
 
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5_text"])
+MODELS = ["deepseek_v3", "glm_moe_dsa", "nemotron_h", "qwen3_5_text"]
+
+
+@pytest.mark.parametrize("name", rest_in_soak(MODELS, "glm_moe_dsa", "nemotron_h"))
 async def test_first_decode_step_drafts_from_the_last_states_of_an_mtp_head(tmp_path: Path, name: str) -> None:
-    """Latents travel with the pages of one model, recurrent states with those of the other."""
+    """Latents and keys of indexers travel with the pages of some models, recurrent states with those of others."""
     config = head_config(write_checkpoint(tmp_path, name), 3, method="mtp")
     texts = [text for text in prompts()[:8] if len(text) < 100]
     works = [submission(text, NUM_TOKENS) for text in texts]
