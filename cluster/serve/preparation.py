@@ -56,6 +56,13 @@ def prepare(config: ClusterConfig, *, has_gpus: bool) -> list[str]:
             kind = str(decoder_fields(read_config_file(folder)).get("model_type"))
             if why := speculative.why_no_drafts(kind):
                 lines.append(f"Pool {pool.name}: speculative_config is left out: {why}")
+            elif speculative.method == "mtp" and not config.is_emulated:
+                from crossdock.workers.draft.mtp_weights import check_mtp
+
+                try:
+                    check_mtp(speculative.model, folder)
+                except ValueError as error:
+                    raise ValueError(f"pools: speculative_config of {pool.name!r}: {error}") from None
         if pool.num_ranks > 1:
             from crossdock.workers.model.cut.position import RankPosition
             from crossdock.workers.model.weights.weights import check_division

@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import PretrainedConfig
 
@@ -28,8 +29,10 @@ from crossdock.workers.model.loaders.files import open_files
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.model.weights.finite import check_finite, weights_of
+from crossdock.workers.model.weights.scheme import scheme_at
 from crossdock.workers.model.weights.stored_tensors import StoredTensor
-from crossdock.workers.model.weights.weights import load_weights, read_config
+from crossdock.workers.model.weights.tensor_check import check_tensors
+from crossdock.workers.model.weights.weights import auto_model, load_weights, read_config, without_quantisation
 
 _JOINING = {
     "enorm.weight": "embedding_norm",
@@ -41,6 +44,7 @@ _JOINING = {
 }
 """The tensors before the first layer, by all their names there."""
 
+_LAYERS_HERE = "method mtp, whose first layer is layers.0 here"
 _LAST_NORMS = ("norm.weight", "shared_head.norm.weight")
 _LAST_NORM_IN_LAYER = "final_layernorm.weight"
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the model's own, which is read
@@ -89,10 +93,7 @@ def load_mtp(name: str | None, target: LoadedModel) -> MtpWeights:
         ValueError: heads of this model are not computed, or the checkpoint has none, or is of another model.
     """
     path = _path_of(name, target)
-    config = read_config(path)
-    _check_fits(config, target, path)
-    own = _of_head(config, path)
-    chosen = _Chosen(path, text_config(config).num_hidden_layers, own.num_hidden_layers)
+    own, chosen = _head_in(path, target.config)
     device = str(target.device)
 
     def cut(module: Any) -> ModelPart:
@@ -105,12 +106,36 @@ def load_mtp(name: str | None, target: LoadedModel) -> MtpWeights:
     try:
         module, _ = load_weights(own, path, target.dtype, cut, device, chosen=chosen)
     except ValueError as error:
-        raise ValueError(f"speculative_config: method mtp, whose first layer is layers.0 here: {error}") from None
+        raise ValueError(f"speculative_config: {_LAYERS_HERE}: {error}") from None
     check_finite(weights_of(module), f"the MTP head of {path}")
     module = module.to(target.device)
     decoder = module.get_decoder()
     norm = decoder.norm_f if hasattr(decoder, "norm_f") else decoder.norm
     return MtpWeights(module, norm, **chosen.read(target))
+
+
+def check_mtp(name: str | None, served: Path) -> None:
+    """Check that a checkpoint has a head for the model in `served`, by its configuration and the tensors in its files.
+
+    `name`: see `load_mtp`. ValueError: there is none, or it is not computed; the message names what is missing.
+    """
+    path = served if name is None else resolve_model(name)
+    own, chosen = _head_in(path, read_config(served))
+    try:
+        check_tensors(auto_model(own), without_quantisation(own), path, torch.float32, scheme_at(path), chosen)
+    except ValueError as error:
+        raise ValueError(f"{_LAYERS_HERE}: {error}") from None
+
+
+def _head_in(path: Path, served: PretrainedConfig) -> tuple[PretrainedConfig, "_Chosen"]:
+    """Return the configuration of the head's layers in a checkpoint, and what picks its tensors.
+
+    `served`: configuration of the model that is served. ValueError: heads of it are not computed.
+    """
+    config = read_config(path)
+    _check_fits(config, served, path)
+    own = _of_head(config, path)
+    return own, _Chosen(path, text_config(config).num_hidden_layers, own)
 
 
 class _Chosen:
@@ -119,15 +144,16 @@ class _Chosen:
     Layers keep the names that they have in a model without other layers. The tensors before them are kept for `read`.
     """
 
-    def __init__(self, path: Path, num_layers: int, num_own: int) -> None:
-        """`num_layers`: of the decoder; `num_own`: of the head."""
+    def __init__(self, path: Path, num_layers: int, own: PretrainedConfig) -> None:
+        """`num_layers`: of the decoder; `own`: configuration of the head's layers."""
         self._path = path
-        self._num_own = num_own
+        self._num_own: int = own.num_hidden_layers
+        self._width: int = own.hidden_size
         self._of_head = re.compile(rf"(?:(?:model|language_model)\.)*(?:mtp|layers\.{num_layers})\.(.+)")
         self._joining: dict[str, StoredTensor] = {}
 
     def __call__(self, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """Return the chosen tensors. ValueError: there is no head, or one with several layers."""
+        """Return the chosen tensors. ValueError: there is no head, or one with several layers or of another width."""
         found: dict[str, StoredTensor] = {}
         for key, tensor in stored.items():
             if own := _OF_MODEL.fullmatch(key):
@@ -140,6 +166,10 @@ class _Chosen:
                 f"in mtp.layers.0 or in one more layer than num_hidden_layers. Name a checkpoint that has them in "
                 f"model, or another method"
             )
+        for name, tensor in self._joining.items():
+            expected = [self._width, 2 * self._width] if name == "projection" else [self._width]
+            if tensor.shape != expected:
+                raise ValueError(f"model: {self._path}: {tensor.key} is {tensor.shape}, expected {expected}")
         embedding = found.get("model.embed_tokens.weight") or found.get("model.embeddings.weight")
         if embedding is not None:
             found.setdefault("lm_head.weight", embedding)  # of a model that ties them
@@ -147,15 +177,10 @@ class _Chosen:
 
     def read(self, target: LoadedModel) -> dict[str, Tensor]:
         """Return the tensors before the layer by their names in `MtpWeights`, in plain floats."""
-        width = text_config(target.config).hidden_size
         tensors: dict[str, Tensor] = {}
         with open_files(self._path) as files:
             for name, stored in self._joining.items():
-                tensor = stored.opened(files, target.dtype)[...].to(target.device, target.dtype)
-                expected = [width, 2 * width] if name == "projection" else [width]
-                if list(tensor.shape) != expected:
-                    raise ValueError(f"model: {self._path}: {stored.key} is {list(tensor.shape)}, expected {expected}")
-                tensors[name] = tensor
+                tensors[name] = stored.opened(files, target.dtype)[...].to(target.device, target.dtype)
         check_finite(tensors, f"the MTP head of {self._path}")
         return tensors
 
@@ -182,10 +207,10 @@ def _path_of(name: str | None, target: LoadedModel) -> Path:
     return resolve_model(name or own)
 
 
-def _check_fits(config: PretrainedConfig, target: LoadedModel, path: Path) -> None:
-    """Check that heads of a model are computed. ValueError: they are not, or the model is not the target's."""
+def _check_fits(config: PretrainedConfig, served: PretrainedConfig, path: Path) -> None:
+    """Check that heads of a model are computed. ValueError: they are not, or the model is not the one in `served`."""
     decoder = text_config(config)
-    own = text_config(target.config)
+    own = text_config(served)
     for field in ("model_type", "hidden_size", "vocab_size"):
         if getattr(decoder, field) != getattr(own, field):
             raise ValueError(

@@ -1,10 +1,12 @@
 """GPUs follow the device: one for each rank where Ray finds any, a clear error where there are too few."""
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from crossdock.cluster.config import ClusterConfig
 from crossdock.cluster.config_file import load
@@ -15,6 +17,7 @@ from crossdock.cluster.serve.gpus import check_cores_suffice, check_gpus_suffice
 from crossdock.cluster.serve.preparation import prepare, require_devices
 from crossdock.workers.report.presets import HOW_FAR_OFF, preset
 from crossdock.workers.schedule.request.slo import DEFAULT_CLASSES
+from tests.workers.draft.mtp_reference import write_checkpoint
 
 
 def with_flags(**given: Any) -> ClusterConfig:
@@ -190,6 +193,20 @@ def test_start_says_that_a_head_of_this_model_is_not_computed(small_model_dir: P
     engine = {"speculative_config": {"method": "mtp"}}
     _, line = prepare(load(None, {"model.path": str(small_model_dir), "engine": engine}), has_gpus=False)
     assert line.startswith("Pool mixed: speculative_config is left out: method mtp does not compute the head of llama")
+
+
+def test_head_that_the_checkpoint_lacks_is_refused_before_any_replica_starts(
+    small_model_dir: Path, tmp_path: Path
+) -> None:
+    folder = write_checkpoint(tmp_path, "qwen3_next")
+    shutil.copy(small_model_dir / "tokenizer.json", folder)
+    config = load(None, {"model.path": str(folder), "engine": {"speculative_config": {"method": "mtp"}}})
+    assert len(prepare(config, has_gpus=False)) == 1
+    tensors = load_file(folder / "model.safetensors")
+    del tensors["mtp.layers.0.self_attn.k_proj.weight"]
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    with pytest.raises(ValueError, match=r"pools: speculative_config of 'mixed': .*missing: .*self_attn\.k_proj\.weight"):
+        prepare(config, has_gpus=False)
 
 
 def test_fleet_of_which_a_part_is_emulated_is_refused() -> None:

@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
+from crossdock.workers.draft.mtp_weights import check_mtp
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.weights.weights import load_weights, read_config
 from crossdock.workers.schedule.request.request import TokenDelta
@@ -242,6 +243,8 @@ def test_head_without_its_tensors_is_refused_by_name(tmp_path: Path, name: str, 
     save_file({key: each for key, each in load_file(file).items() if pattern not in key}, file, {"format": "pt"})
     with pytest.raises(ValueError, match=named):
         engine_of(target=target_of(name), speculative_config=mtp_config(tmp_path))
+    with pytest.raises(ValueError, match=named):
+        check_mtp(None, tmp_path)
 
 
 def test_heads_of_other_kinds_models_and_sizes_are_refused_by_name(tmp_path: Path) -> None:
@@ -287,7 +290,10 @@ def test_head_that_config_json_describes_as_another_is_refused(
     tmp_path: Path, name: str, fields: dict[str, Any], named: str
 ) -> None:
     folder = write_checkpoint(tmp_path, name)
+    check_mtp(f"{folder}", folder)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | fields))
     with pytest.raises(ValueError, match=named):
         engine_of(target=target_of(name), speculative_config=mtp_config(folder))
+    with pytest.raises(ValueError, match=named):
+        check_mtp(None, folder)
