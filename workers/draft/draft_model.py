@@ -58,7 +58,8 @@ class DraftModel:
 
     def __post_init__(self) -> None:
         self.model.allocate_pool(self.pages.num_pages, self.pages.page_size)
-        self._passes = DraftPasses(self._compute, self.pages, self.clock, self.model.max_model_len)
+        longest, most_context = self.model.max_model_len, self.model.most_context
+        self._passes = DraftPasses(self._compute, self.pages, self.clock, longest, most_context)
 
     @classmethod
     def load(cls, config: SpeculativeConfig, target: LoadedModel) -> Self:

@@ -110,6 +110,10 @@ class DraftingHead(Protocol):
     def fingerprint(self) -> bytes:
         """Return bytes that differ where states mean something else."""
 
+    @property
+    def most_context(self) -> float:
+        """Return the most tokens that a row attends to."""
+
     def page_bytes(self, page_size: int) -> int:
         """Return the bytes of a page of so many tokens."""
 
@@ -151,7 +155,7 @@ class HeadDrafter:
 
     def __post_init__(self) -> None:
         self.head.allocate(self.pages.num_pages, self.pages.page_size)
-        self._passes = DraftPasses(self._compute, self.pages, self.clock)
+        self._passes = DraftPasses(self._compute, self.pages, self.clock, most_context=self.head.most_context)
         self._name = hashlib.blake2b(self.head.fingerprint, digest_size=_NAME_BYTES).digest()
 
     @classmethod

@@ -62,6 +62,11 @@ class MtpHead:
         rows = self.projection[:16]  # a few tell heads apart: all are 200 MB for DeepSeek-V3
         return b"mtp" + rows.cpu().contiguous().view(torch.uint8).numpy().tobytes()
 
+    @property
+    def most_context(self) -> float:
+        """Return the most tokens that a row attends to: as many as the head's indexer chooses, if it has one."""
+        return self.layer.most_context
+
     def page_bytes(self, page_size: int) -> int:
         """Return the bytes of a page of so many tokens."""
         return self.layer.layout(page_size).page_bytes

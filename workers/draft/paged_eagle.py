@@ -14,6 +14,7 @@ from crossdock.workers.model.kv_pool import KVPool, one_layer
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.sampling.sampler import argmax
 from crossdock.workers.model.weights.checkpoint import resolve_model
+from crossdock.workers.schedule.cost.cost import NO_LIMIT
 
 
 @dataclass(slots=True, eq=False)
@@ -48,6 +49,11 @@ class PagedEagle:
     def fingerprint(self) -> bytes:
         """Return bytes that differ where states mean something else."""
         return f"{self.layers}".encode() + self.head.fc.weight.cpu().view(torch.uint8).numpy().tobytes()
+
+    @property
+    def most_context(self) -> float:
+        """Return that rows attend to all tokens before them."""
+        return NO_LIMIT
 
     def page_bytes(self, page_size: int) -> int:
         """Return the bytes of a page of so many tokens."""

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.schedule.cost.cost import StepWork
+from crossdock.workers.schedule.cost.cost import NO_LIMIT, StepWork
 from crossdock.workers.schedule.cost.cost_fit import StepCostFit
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.request.batch import Batch, Scheduled
@@ -61,6 +61,7 @@ class DraftPasses:
     pages: PagePool
     clock: Callable[[], float] = time.perf_counter  # seconds
     most_tokens: int | None = None  # of a sequence; None: any number
+    most_context: float = NO_LIMIT  # tokens that a row attends to, where an indexer chooses them
     _fit: StepCostFit = field(init=False)
     _mean_context: float = 0.0  # tokens before each part of the last pass
 
@@ -132,4 +133,4 @@ class DraftPasses:
             sweep.append(min((timing[1:] for timing in timed), key=lambda timing: timing[1]))
             for request in requests:
                 self.pages.release(request.id)
-        return StepCostFit(sweep)
+        return StepCostFit(sweep, most_context=self.most_context)

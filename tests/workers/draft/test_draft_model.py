@@ -9,7 +9,10 @@ from pydantic import ByteSize
 
 from crossdock.workers.draft.draft_model import CATCH_UP_TOKENS, DraftModel
 from crossdock.workers.draft.drafter import new_drafter
+from crossdock.workers.draft.passes import DraftPasses, new_stream
 from crossdock.workers.draft.prompt_lookup import PromptLookup
+from crossdock.workers.model.inputs import StepInputs
+from crossdock.workers.schedule.cost.cost import NO_LIMIT
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.memory.pages import PagePool
 from tests.workers.architectures import build
@@ -168,3 +171,27 @@ def test_memory_for_less_than_a_page_is_refused(tmp_path: Path) -> None:
 
 def test_method_chooses_the_drafter() -> None:
     assert isinstance(new_drafter(SpeculativeConfig(method="suffix"), tiny_model()), PromptLookup)
+
+
+@pytest.mark.parametrize("most_context", [64.0, NO_LIMIT])
+def test_predicted_seconds_of_drafts_stop_growing_where_an_indexer_chooses_tokens(most_context: float) -> None:
+    """The device is simulated: a row takes as long as it attends to tokens, and those that are scored alone are free."""
+    now = 0.0
+
+    def row_seconds(position: int) -> float:
+        return 1e-4 + 1e-5 * min(position + 1, most_context)
+
+    def compute(inputs: StepInputs) -> torch.Tensor:
+        nonlocal now
+        now += sum(row_seconds(position) for position in inputs.positions.tolist())
+        return torch.zeros(len(inputs.wanted), dtype=torch.int64)
+
+    pages = PagePool(200, PAGE_SIZE, enable_prefix_caching=False)
+    passes = DraftPasses(compute, pages, lambda: now, most_context=most_context)
+    stream = new_stream("a", [0] * 1001)
+    assert passes.make_room(stream, 1001, ())
+    for context in (*range(4, 60, 4), *range(100, 300, 10), 1000):
+        stream.num_computed_tokens = context
+        passes.run([passes.part(stream, 1)])
+    predicted = passes.seconds(1, 2) - passes.seconds(1, 1)
+    assert predicted == pytest.approx(row_seconds(1000), rel=0.15)
