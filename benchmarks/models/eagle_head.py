@@ -68,7 +68,9 @@ def layers_of(model: LoadedModel) -> tuple[int, ...]:
 
 
 class Writer:
-    """Has a model write questions and answer them, and keeps the states of the answers."""
+    """Has a model write questions and answer them, and keeps the states of the answers: a `StepReader`."""
+
+    reads_last_states = True
 
     def __init__(self, model: LoadedModel, tokenizer: Any, num_chats: int, num_tokens: int) -> None:
         self.model = model
@@ -79,7 +81,7 @@ class Writer:
             kv_cache_memory=ByteSize(1 << 30), max_num_seqs=32, admission="queue", enable_prefix_caching=False
         )
         self.engine = new_engine(model, config)
-        self.engine.pipeline.on_computed = self._keep
+        self.engine.pipeline.head = self
         self.answer_sampling = SamplingParams(max_tokens=num_tokens, temperature=0.0)
         self.left = num_chats
         self._tokens: dict[str, list[int]] = {}
@@ -91,26 +93,23 @@ class Writer:
         whole = self.tokenizer.apply_chat_template([{"role": "user", "content": "?"}], tokenize=False)
         beginning = self.tokenizer.encode(whole[: whole.rindex("?")], add_special_tokens=False)
         chats, asked, open_answers = list[Chat](), 0, 0
-        with self.model.tap.opened():
-            while self.left or open_answers:
-                while len(self._tokens) < min(32, self.left + open_answers):
-                    sampling = SamplingParams(
-                        max_tokens=MOST_TOKENS_OF_A_QUESTION, temperature=0.8, top_p=0.95, seed=asked
-                    )
-                    self._add(Submission(f"question {asked}", beginning, sampling))
-                    asked += 1
-                for delta in self.engine.step().deltas:
-                    self._tokens[delta.request_id] += delta.token_ids
-                    if delta.finish_reason is None:
-                        continue
-                    tokens = self._tokens.pop(delta.request_id)
-                    if delta.request_id.startswith("answer"):
-                        chats.append(self._chat(delta.request_id, tokens))
-                        open_answers -= 1
-                    elif delta.finish_reason is FinishReason.STOP and self.left:
-                        self.left -= 1
-                        open_answers += 1
-                        self._answer(delta.request_id, tokens)
+        while self.left or open_answers:
+            while len(self._tokens) < min(32, self.left + open_answers):
+                sampling = SamplingParams(max_tokens=MOST_TOKENS_OF_A_QUESTION, temperature=0.8, top_p=0.95, seed=asked)
+                self._add(Submission(f"question {asked}", beginning, sampling))
+                asked += 1
+            for delta in self.engine.step().deltas:
+                self._tokens[delta.request_id] += delta.token_ids
+                if delta.finish_reason is None:
+                    continue
+                tokens = self._tokens.pop(delta.request_id)
+                if delta.request_id.startswith("answer"):
+                    chats.append(self._chat(delta.request_id, tokens))
+                    open_answers -= 1
+                elif delta.finish_reason is FinishReason.STOP and self.left:
+                    self.left -= 1
+                    open_answers += 1
+                    self._answer(delta.request_id, tokens)
         return chats
 
     def _add(self, submission: Submission) -> None:
@@ -125,9 +124,10 @@ class Writer:
         self._kept[f"answer to {name}"] = []
         self._add(Submission(f"answer to {name}", prompt, self.answer_sampling))
 
-    def _keep(self, batch: Batch) -> None:
-        states, hidden = self.model.layer_tap.take(self.layers), self.model.tap.hidden
-        assert hidden is not None
+    def observe(self, batch: Batch, hidden: Tensor | None) -> None:
+        """Keep the states of a step's answers. hidden: the last hidden states [T, E]."""
+        states = self.model.layer_tap.take(self.layers)
+        assert hidden is not None, "they are asked for"
         start = 0
         for part in batch.scheduled:
             kept = self._kept.get(part.request.id)

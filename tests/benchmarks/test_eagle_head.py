@@ -51,6 +51,31 @@ def test_training_drafts_in_a_row_what_plain_torch_drafts(recipe: ModuleType, tm
     assert [share > 0 for share in drill.accepted(chats)] == [True] * recipe.DRAFTS
 
 
+class Letters:
+    """A tokenizer of chats: each letter is a token."""
+
+    def apply_chat_template(self, chat: list[dict[str, str]], **options: bool) -> Any:
+        text = f"<{chat[0]['content']}>"
+        return text if options.get("tokenize") is False else self.encode(text)
+
+    def encode(self, text: str, **_options: bool) -> list[int]:
+        return [3 + ord(letter) % 250 for letter in text]
+
+    def decode(self, tokens: list[int], **_options: bool) -> str:
+        return "".join(chr(token) for token in tokens)
+
+
+def test_text_that_the_model_writes_comes_with_the_states_of_its_answers(recipe: ModuleType) -> None:
+    model = wrap_module(module.__wrapped__())
+    chats = recipe.Writer(model, Letters(), 2, 9).write()
+    assert len(chats) == 2
+    for chat in chats:
+        same = chat_of(recipe, module.__wrapped__(), chat.tokens.tolist(), chat.num_prompt, recipe.layers_of(model))
+        assert len(chat.tokens) > chat.num_prompt > 1
+        torch.testing.assert_close(chat.states.float(), same.states, atol=0.02, rtol=0.02)
+        torch.testing.assert_close(chat.hidden.float(), same.hidden, atol=0.02, rtol=0.02)
+
+
 @pytest.fixture
 def trained(recipe: ModuleType, tmp_path: Path) -> tuple[Any, list[Any], list[list[int]], list[float]]:
     """Return a drill after some training, its chats, their prompts and what it accepted before."""
