@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel
 
+from crossdock.workers.draft.mtp_head import MtpHead
 from crossdock.workers.draft.mtp_weights import check_mtp
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.weights.weights import load_weights, read_config
@@ -19,7 +20,7 @@ from crossdock.workers.schedule.request.submission import SamplingParams, Submis
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, build
 from tests.workers.draft.mtp_reference import MtpReference, add_tensors, plain, target_of, write_checkpoint
-from tests.workers.draft.noted_heads import Noted, head_config, noting
+from tests.workers.draft.noted_heads import Noted, drafter_of, head_config, noting
 from tests.workers.quantised import CASES
 from tests.workers.ranks import Ranks, saved
 from tests.workers.replica.engines import tokens_of
@@ -132,6 +133,33 @@ def test_served_checkpoint_brings_its_own_head(tmp_path: Path, name: str) -> Non
     found, _ = serve(engine, history)
     assert {each: tokens_of(found[each]) for each in found} == {each: tokens_of(reference[each]) for each in reference}
     check_drafts(noted, plain(name))
+
+
+def test_head_of_a_model_in_bfloat16_is_in_bfloat16_and_its_drafts_are_accepted(tmp_path: Path) -> None:
+    """Layers add so little that the next token follows from the newest one, and the head reads that one's embedding."""
+    file = write_checkpoint(tmp_path, "glm4_moe") / "model.safetensors"
+    tensors = load_file(file)
+    for key, tensor in tensors.items():
+        if key.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.mul_(0.001)
+        elif "layers.4." in key and "norm" in key:
+            tensor.fill_(1.0)
+    tensors["model.layers.4.eh_proj.weight"] = torch.eye(48, 96)
+    save_file(tensors, file, {"format": "pt"})
+    plain, target = (load_weights(read_config(tmp_path), tmp_path, torch.bfloat16)[0] for _ in range(2))
+    greedy = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+    history = History([Submission(f"{number}", [5 + 7 * number] * 9, greedy) for number in range(3)], [0, 0, 0], {})
+    reference = serve(engine_of(target=plain), history)[0]
+    engine = engine_of(target=target, speculative_config=mtp_config(None), enable_prefix_caching=False)
+    head = drafter_of(engine).head
+    assert isinstance(head, MtpHead)
+    assert {each.dtype for each in (head.projection, head.layer.module.model.norm.weight)} == {torch.bfloat16}
+    assert head.page_bytes(16) == 16 * 2 * 2 * 12 * 2, "two heads of twelve numbers, keys and values"
+    found = serve(engine, history)[0]
+    assert {each: tokens_of(found[each]) for each in found} == {each: tokens_of(reference[each]) for each in reference}
+    assert engine.scheduler.verification is not None
+    totals = engine.scheduler.verification.totals
+    assert sum(totals.num_accepted_at) > 0.5 * totals.num_tokens > 0
 
 
 def check_own_head(target: PreTrainedModel, same: PreTrainedModel, folder: Path, oracle: MtpReference) -> None:
