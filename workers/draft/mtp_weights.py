@@ -123,7 +123,7 @@ def check_mtp(name: str | None, served: Path) -> None:
     own, chosen = _head_in(path, read_config(served))
     try:
         check_tensors(auto_model(own), without_quantisation(own), path, torch.float32, scheme_at(path), chosen)
-    except ValueError as error:
+    except (OSError, ValueError) as error:
         raise ValueError(f"{_LAYERS_HERE}: {error}") from None
 
 

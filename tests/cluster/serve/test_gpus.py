@@ -205,7 +205,9 @@ def test_head_that_the_checkpoint_lacks_is_refused_before_any_replica_starts(
     tensors = load_file(folder / "model.safetensors")
     del tensors["mtp.layers.0.self_attn.k_proj.weight"]
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    with pytest.raises(ValueError, match=r"pools: speculative_config of 'mixed': .*missing: .*self_attn\.k_proj\.weight"):
+    with pytest.raises(
+        ValueError, match=r"pools: speculative_config of 'mixed': .*missing: .*self_attn\.k_proj\.weight"
+    ):
         prepare(config, has_gpus=False)
 
 

@@ -61,14 +61,16 @@ class LayersAlone(nn.Module):
         self.layers = nn.ModuleList([nn.ModuleDict(parts | {"mtp_block": layers if len(layers) > 1 else layers[0]})])
         self._computed = (target.get_input_embeddings(), decoder)  # no parts of this module
 
-    def forward_layer(self, layer: int, states: Tensor, positions: Tensor, _cache: None, *, input_ids: Tensor) -> Tensor:
+    def forward_layer(
+        self, layer: int, states: Tensor, positions: Tensor, _cache: None, *, input_ids: Tensor
+    ) -> Tensor:
         """Compute all rows. Arguments are those of `MtpModel`."""
         parts: Any = self.layers[layer]
         embedding, decoder = self._computed
         both = torch.cat([parts["enorm"](embedding(input_ids)), parts["hnorm"](states)], -1)
         entering = parts["eh_proj"](both)
-        states = decoder(inputs_embeds=entering, position_ids=positions, use_cache=False).last_hidden_state
-        return states
+        computed: Tensor = decoder(inputs_embeds=entering, position_ids=positions, use_cache=False).last_hidden_state
+        return computed
 
 
 class MtpReference:
@@ -150,8 +152,8 @@ def _per_expert(tensors: dict[str, Tensor], is_stacked: bool) -> Iterator[tuple[
             yield name, tensor
             continue
         for number, expert in enumerate(tensor):
-            parts = zip(("gate", "up"), expert.chunk(2), strict=True) if merged[2] == "gate_up" else [(merged[2], expert)]
-            for part, each in parts:
+            parts = ("gate", "up") if merged[2] == "gate_up" else (merged[2],)
+            for part, each in zip(parts, expert.chunk(len(parts)), strict=True):
                 yield f"{merged[1]}.{number}.{part}_proj.weight", each
 
 

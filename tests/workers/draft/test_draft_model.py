@@ -175,7 +175,7 @@ def test_method_chooses_the_drafter() -> None:
 
 @pytest.mark.parametrize("most_context", [64.0, NO_LIMIT])
 def test_predicted_seconds_of_drafts_stop_growing_where_an_indexer_chooses_tokens(most_context: float) -> None:
-    """The device is simulated: a row takes as long as it attends to tokens, and those that are scored alone are free."""
+    """The device is simulated: a row has a price for each token that it attends to, none for those scored alone."""
     now = 0.0
 
     def row_seconds(position: int) -> float:
