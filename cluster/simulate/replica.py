@@ -58,6 +58,7 @@ class _Flight:
 
     step: StepInFlight
     ends: list[float]
+    reports: bool = False  # when its last step but one ends
 
 
 @dataclass(slots=True, eq=False)
@@ -133,6 +134,7 @@ class SimulatedReplica:
             if is_fast_forward:  # it ends with the step that runs now
                 self._pass(flight, bisect_right(flight.ends, now, hi=len(flight.ends) - 1))
                 flight.ends = flight.ends[:1]
+                flight.reports = False
             if self._is_ahead and len(self._flights) == 1:
                 self._begin(now)
             if is_fast_forward:
@@ -223,7 +225,10 @@ class SimulatedReplica:
         return True
 
     def _fast_forward(self, flight: _Flight) -> bool:
-        """Add the steps that are alike to the only one in flight. Return whether there are any."""
+        """Add the steps that are alike to the only one in flight. Return whether there are any.
+
+        A flight ends when a report is due. Where steps run ahead, the next one has begun by then: the flight goes on.
+        """
         batch = flight.step.batch
         cost = self.pool.profile.cost
         scheduler = self.scheduler
@@ -235,7 +240,11 @@ class SimulatedReplica:
         end = flight.ends[0]
         adapters = adapter_work([part.request for part in batch.scheduled])
         noise = self.noise.factor if self.noise.spread else None
-        while more and end < due:  # short: this runs for every step
+        while more and not flight.reports:  # short: this runs for every step
+            if end >= due:
+                if not self._is_ahead:
+                    break
+                flight.reports = True
             more = more - 1
             step = step + 1
             context = context + num_streams
@@ -246,7 +255,20 @@ class SimulatedReplica:
 
     def _plan(self) -> None:
         self._version += 1
-        self.clock.at(self._flights[0].ends[-1], partial(self._end, self._version), is_step=True)
+        flight = self._flights[0]
+        then = self._report if flight.reports else self._end
+        self.clock.at(flight.ends[-1 - flight.reports], partial(then, self._version), is_step=True)
+
+    def _report(self, version: int, now: float) -> None:
+        """End all steps of a flight but the last one, as `_end` ends each, and let the flight go on."""
+        if self._is_over(version):
+            return
+        flight = self._flights[0]
+        flight.reports = False
+        self._pass(flight, len(flight.ends) - 1)
+        self._after(None, now)
+        self._fast_forward(flight)
+        self._plan()
 
     def _pass(self, flight: _Flight, done: int) -> None:
         """Account for the first `done` of the steps in a flight; the next one is running."""
@@ -255,7 +277,8 @@ class SimulatedReplica:
         ends = flight.ends[:done]
         flight.ends = flight.ends[done:]
         for end in ends:  # one by one, as if they had been taken one by one: floats
-            self.busy_s += end - self._since
+            self.step_s = end - self._since
+            self.busy_s += self.step_s
             self._since = end
         requests = [part.request for part in flight.step.batch.scheduled]
         self.observer.streamed(requests, ends)
@@ -269,8 +292,8 @@ class SimulatedReplica:
         self.noise.num_steps += done
 
     def _end(self, version: int, now: float) -> None:
-        if version != self._version or self.until is not None or self.is_hung:
-            return  # the plan has changed, or the replica has died or hangs
+        if self._is_over(version):
+            return
         self._pass(self._flights[0], len(self._flights[0].ends) - 1)
         self._flights.popleft()
         self._is_between = True
@@ -286,6 +309,10 @@ class SimulatedReplica:
         self.observer.stepped(self, batch, step.deltas, now)
         self._after(step, now)
         self._go_round(now)
+
+    def _is_over(self, version: int) -> bool:
+        """Return whether the plan has changed, or the replica has died or hangs."""
+        return version != self._version or self.until is not None or self.is_hung
 
     def _after(self, step: Step | None, now: float) -> None:
         self._tell(self.handover.step(step), now)
