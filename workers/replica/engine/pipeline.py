@@ -128,6 +128,7 @@ class Pipeline:
         is_full = is_full and not any(each.batch.encoder.items for each in self._steps)
         step = self._steps.popleft()
         sampled = step.result()
+        step.result = _undrawn  # it refers to the step: without a cycle the step's requests are freed at once
         if self.deadline is not None:
             self.deadline.end()
         ended = self.clock()
