@@ -20,11 +20,13 @@ from crossdock.workers.report.live_profile import (
     PageChanges,
     Prefills,
     Prompts,
+    RecentShares,
     Room,
     TenantWork,
     TierLoads,
     WaitingRequest,
 )
+from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.admission import num_slots
 from crossdock.workers.schedule.request.request import Request, Status, TokenDelta, adapter_work
@@ -45,8 +47,17 @@ class Message:
     answers: Sequence[Answer] = ()  # to submissions of this reader
 
 
-def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfile:
-    """Return the live profile of a replica with this scheduler, without the figures that are measured over time."""
+def observe(
+    scheduler: Scheduler,
+    incarnation: str,
+    sequence: int,
+    shares: RecentShares = RecentShares(),  # noqa: B008  # immutable
+    step_seconds: float = 0.0,
+    bytes_per_second: float = 0.0,
+    role: Role | None = None,
+) -> LiveProfile:
+    """Return the live profile of a replica with this scheduler. The publisher gives the figures that are measured over
+    time."""
     scheduler.table.outputs.grow()
     prefills, leaving = _prefills(scheduler)
     forecast = scheduler.forecast
@@ -66,9 +77,13 @@ def observe(scheduler: Scheduler, incarnation: str, sequence: int) -> LiveProfil
         prefills,
         _streams(scheduler, leaving),
         _room(scheduler),
-        tiers=tiers,
-        adapters=_adapters(scheduler),
-        weights=scheduler.weights,
+        shares,
+        tiers,
+        _adapters(scheduler),
+        step_seconds,
+        bytes_per_second,
+        role,
+        scheduler.weights,
         is_paused=scheduler.is_paused,
     )
 

@@ -1,7 +1,7 @@
 """When a replica publishes, and under which numbers; and the shares of its time, averaged."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import exp, inf
 
 from crossdock.workers.report.advertise import observe
@@ -94,12 +94,14 @@ class Publisher:
         self._published = now
         self._step_seconds = step_seconds or self._step_seconds
         self._shares.measure(now)
-        return replace(
-            observe(self.scheduler, self.incarnation, self.sequence),
-            shares=RecentShares(tuple(self._shares.prompts), self._shares.streams),
-            step_seconds=self._step_seconds if self.scheduler.table.has_work else 0.0,
-            bytes_per_second=self._bytes_per_second,
-            role=self.role,
+        return observe(
+            self.scheduler,
+            self.incarnation,
+            self.sequence,
+            RecentShares(tuple(self._shares.prompts), self._shares.streams),
+            self._step_seconds if self.scheduler.table.has_work else 0.0,
+            self._bytes_per_second,
+            self.role,
         )
 
     def assign_role(self, role: Role) -> None:

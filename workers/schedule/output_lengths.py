@@ -7,6 +7,7 @@ would make all expected outputs short after a start.
 
 from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import TypeAlias
 
 from crossdock.workers.schedule.request.request import Request
@@ -16,6 +17,10 @@ RECENT = 256
 
 _Ended: TypeAlias = tuple[int, bool]
 """How many tokens an output had when it ended here, and whether it had all its tokens then."""
+
+_Longer: TypeAlias = tuple[int, float, int]
+"""The outputs that are longer than one length, and one that is longer than all: how many, their tokens, and how many
+outputs that had all their tokens are shorter. One that runs or was cut counts as the mean of those that are longer."""
 
 
 @dataclass(slots=True)
@@ -28,10 +33,13 @@ class OutputLengths:
 
     _begun: dict[str, _Ended | None] = field(default_factory=dict)  # by owner, in order; None: it runs
     _running: dict[str, Request] = field(default_factory=dict)  # of `_begun`, by owner
-    _ended: list[_Ended] = field(default_factory=list)  # of `_begun`, shortest first
-    _is_known: bool = True  # whether the two below follow from what is known now
-    _lengths: list[int] = field(default_factory=list)  # of outputs, shortest first
-    _rests: list[float] = field(default_factory=list)  # tokens that an output of each length makes after these
+    _whole: list[int] = field(default_factory=list)  # lengths of those in `_begun` that had all tokens, shortest first
+    _cut: list[int] = field(default_factory=list)  # likewise of those that ended before
+    _is_known: bool = True  # whether those below follow from what is known now
+    _sums: list[int] = field(default_factory=list)  # of the first lengths in `_whole`; empty: to be computed again
+    _censored: list[int] = field(default_factory=list)  # lengths of outputs that run or were cut, shortest first
+    _longer: list[_Longer] = field(default_factory=list)  # without any of `_censored`, from its last one on, and so on
+    _longest: int = 0
 
     def begin(self, request: Request) -> None:
         """Note that an output begins, or goes on here."""
@@ -44,14 +52,15 @@ class OutputLengths:
             if (ended := self._begun.pop(oldest)) is None:
                 del self._running[oldest]
             else:
-                del self._ended[bisect_left(self._ended, ended)]
+                lengths = self._lengths_like(ended[1])
+                del lengths[bisect_left(lengths, ended[0])]
 
     def end(self, request: Request, *, is_whole: bool) -> None:
         """Note that an output ends. `is_whole`: it has all its tokens; else it might have gone on."""
         if self._running.pop(request.owner, None) is not None:
             ended = request.num_output_tokens, is_whole
             self._begun[request.owner] = ended
-            insort(self._ended, ended)
+            insort(self._lengths_like(ended[1]), request.num_output_tokens)
 
     def grow(self) -> None:
         """Note that outputs have got tokens since they were looked at."""
@@ -61,30 +70,39 @@ class OutputLengths:
         """Return how many tokens more an output is expected to make that has `num_tokens`, the mean of such outputs."""
         if not self._is_known:
             self._look()
-        longer = bisect_right(self._lengths, num_tokens)
-        if longer == len(self._lengths):  # as long as none before: it is about half way
+        if num_tokens >= self._longest:  # as long as none before: it is about half way
             return num_tokens
-        return self._lengths[longer] - num_tokens + self._rests[longer]
+        count, tokens, num_left = self._longer[len(self._censored) - bisect_right(self._censored, num_tokens)]
+        num_shorter = bisect_right(self._whole, num_tokens)
+        tokens += self._sums[num_left] - self._sums[num_shorter]
+        return tokens / (count + num_left - num_shorter) - num_tokens
 
     @property
     def mean(self) -> float:
         """Return the expected tokens of a new output; 0 before one has ended."""
-        has_end = any(is_whole for _, is_whole in self._ended)
-        return self.expected_rest(0) if has_end else 0.0
+        return self.expected_rest(0) if self._whole else 0.0
+
+    def _lengths_like(self, is_whole: bool) -> list[int]:
+        """Return the lengths of all outputs that have ended like one, to be changed."""
+        self._is_known = False
+        if is_whole:
+            self._sums.clear()
+        return self._whole if is_whole else self._cut
 
     def _look(self) -> None:
-        """Compute what outputs of each known length make after it, from the longest to the shortest."""
+        """Sum up the outputs that are longer than each that runs or was cut, from the longest to the shortest."""
         self._is_known = True
-        known = [*self._ended, *[(request.num_output_tokens, False) for request in self._running.values()]]
-        known.sort()  # fast: most are in order
-        rests = list[float]()
-        longer = known[-1][0] if known else 0
-        rest = float(longer)
-        for num_others, (length, is_whole) in enumerate(reversed(known), start=1):
-            rest += longer - length
-            if is_whole:
-                rest *= num_others / (num_others + 1)  # one more might be longer than all of them
-            rests.append(rest)
-            longer = length
-        self._lengths = [length for length, _ in known]
-        self._rests = rests[::-1]
+        if not self._sums:
+            self._sums.extend(accumulate(self._whole, initial=0))
+        self._censored = sorted([*self._cut, *[request.num_output_tokens for request in self._running.values()]])
+        self._longest = max([*self._whole[-1:], *self._censored[-1:]], default=0)
+        count, tokens, num_left = 1, 2.0 * self._longest, len(self._whole)
+        self._longer = [(count, tokens, num_left)]
+        for length in reversed(self._censored):  # short: a replica may have hundreds
+            num_shorter = bisect_left(self._whole, length)
+            tokens += self._sums[num_left] - self._sums[num_shorter]
+            count += num_left - num_shorter
+            num_left = num_shorter
+            tokens *= (count + 1) / count
+            count += 1
+            self._longer.append((count, tokens, num_left))

@@ -36,6 +36,7 @@ class BlockPool:
         self.price = EvictionPrice(num_pages, page_tokens)
         self.cached = CachedPages(self.price)  # indexed and unowned
         self.num_owners = array("i", [0]) * num_pages  # by page; numpy reads it without a copy
+        self.num_shared = 0  # pages with several owners
         self.hash_of: list[PageHash | None] = [None] * num_pages  # by page; None: not indexed
         self._group_of = [0] * num_pages  # by page, as it was last allocated
         self._new = range(num_pages)  # free, and never used before
@@ -75,6 +76,8 @@ class BlockPool:
                 f"page {page} cannot be shared: it has no owner and is not cached"
             )
             self.num_owners[page] += 1
+            if self.num_owners[page] == 2:
+                self.num_shared += 1
         self.cached.share(pages)
 
     def give_back(self, pages: Sequence[int]) -> int:
@@ -82,8 +85,10 @@ class BlockPool:
         num_unowned = 0
         cached = []
         for page in reversed(pages):  # the end of a prefix is evicted first: without its beginning it is useless
-            self.num_owners[page] -= 1
-            if self.num_owners[page] == 0:
+            self.num_owners[page] = num_left = self.num_owners[page] - 1
+            if num_left == 1:
+                self.num_shared -= 1
+            elif num_left == 0:
                 num_unowned += 1
                 if self.hash_of[page] is None:
                     self._free.append(page)

@@ -119,7 +119,7 @@ class PagePool:
 
     def num_held_by(self, owner: str) -> int:
         """Return how many pages an owner has for all groups and its state."""
-        num_pages = sum(self.num_held(owner, group) for group in range(self.num_groups))
+        num_pages = sum([len(held.pages) - held.first for held in self._owned.get(owner, ())])
         return num_pages + (len(self.states.by_owner[owner].pages()) if owner in self.states.by_owner else 0)
 
     def num_tokens_held(self, owner: str) -> int:
@@ -156,6 +156,8 @@ class PagePool:
     def num_freed_in_turn(self, owners: Sequence[str], besides: set[int] | frozenset[int] = frozenset()) -> list[int]:
         """Return how many pages, not counting those in `besides`, each of `owners` frees if they release theirs in this
         order."""
+        if not self.block_pool.num_shared and not besides:  # the usual case: each frees all that it has
+            return [self.num_held_by(owner) for owner in owners]
         released = Counter[int]()  # of the pages with several owners, which are few
         freed = list[int]()
         for owner in owners:

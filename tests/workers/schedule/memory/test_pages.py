@@ -103,6 +103,7 @@ def test_pages_freed_in_turn_are_those_that_releases_free(shared: list[int], ord
     predicted = pool.num_freed_in_turn(owners), pool.num_freed_in_turn(owners, besides)
     freed, freed_besides = [], []
     for owner in owners:
+        assert pool.block_pool.num_shared == sum(count > 1 for count in pool.block_pool.num_owners)
         held = set(pool.pages_of(owner))
         freed.append(pool.release(owner))
         unowned = {page for page in held if not pool.block_pool.num_owners[page]}
