@@ -58,7 +58,7 @@ class _Flight:
 
     step: StepInFlight
     ends: list[float]
-    reports: bool = False  # when its last step but one ends
+    goes_on: bool = False  # once its last step but one has ended: the last one has begun before that
 
 
 @dataclass(slots=True, eq=False)
@@ -130,14 +130,14 @@ class SimulatedReplica:
         self._inbox.append((action, ends))
         if self._flights:
             flight = self._flights[0]
-            is_fast_forward = len(flight.ends) > 1
-            if is_fast_forward:  # it ends with the step that runs now
+            is_cut = len(flight.ends) > 1 + flight.goes_on
+            if is_cut:  # it ends with the step that runs now, or that has begun behind
                 self._pass(flight, bisect_right(flight.ends, now, hi=len(flight.ends) - 1))
-                flight.ends = flight.ends[:1]
-                flight.reports = False
-            if self._is_ahead and len(self._flights) == 1:
+                flight.ends = flight.ends[: 1 + self._is_ahead]
+                flight.goes_on = len(flight.ends) > 1
+            if self._is_ahead and len(self._flights) == 1 and not flight.goes_on:
                 self._begin(now)
-            if is_fast_forward:
+            if is_cut:
                 self._plan()
         elif not self._is_between:
             self._go_round(now)
@@ -240,11 +240,11 @@ class SimulatedReplica:
         end = flight.ends[0]
         adapters = adapter_work([part.request for part in batch.scheduled])
         noise = self.noise.factor if self.noise.spread else None
-        while more and not flight.reports:  # short: this runs for every step
+        while more and not flight.goes_on:  # short: this runs for every step
             if end >= due:
                 if not self._is_ahead:
                     break
-                flight.reports = True
+                flight.goes_on = True
             more = more - 1
             step = step + 1
             context = context + num_streams
@@ -256,19 +256,19 @@ class SimulatedReplica:
     def _plan(self) -> None:
         self._version += 1
         flight = self._flights[0]
-        then = self._report if flight.reports else self._end
-        self.clock.at(flight.ends[-1 - flight.reports], partial(then, self._version), is_step=True)
+        then = self._go_on if flight.goes_on else self._end
+        self.clock.at(flight.ends[-1 - flight.goes_on], partial(then, self._version), is_step=True)
 
-    def _report(self, version: int, now: float) -> None:
-        """End all steps of a flight but the last one, as `_end` ends each, and let the flight go on."""
+    def _go_on(self, version: int, now: float) -> None:
+        """End all steps of a flight but the last one, as `_end` ends each."""
         if self._is_over(version):
             return
         flight = self._flights[0]
-        flight.reports = False
+        flight.goes_on = False
         self._pass(flight, len(flight.ends) - 1)
+        self._is_between = True
         self._after(None, now)
-        self._fast_forward(flight)
-        self._plan()
+        self._go_round(now)
 
     def _pass(self, flight: _Flight, done: int) -> None:
         """Account for the first `done` of the steps in a flight; the next one is running."""
