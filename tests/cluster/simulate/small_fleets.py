@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from crossdock.cluster.bench.metrics import DEFAULT_TARGETS
@@ -9,7 +10,9 @@ from crossdock.cluster.bench.pictures import DrawnPicture
 from crossdock.cluster.bench.workloads import Job, Segment
 from crossdock.cluster.simulate import report
 from crossdock.cluster.simulate.fleet import SimulatedFleet, describe
+from crossdock.cluster.simulate.replica import SimulatedReplica
 from crossdock.cluster.simulate.simulation import Outcome, Simulation
+from crossdock.workers.report.live_profile import LiveProfile
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
@@ -61,6 +64,23 @@ def job(
 
 def play(fleet: SimulatedFleet, jobs: Sequence[Job], seed: int = 0, at_once: bool = True) -> Outcome:
     return Simulation(fleet, seed, at_once).run(jobs)
+
+
+class Reported(Simulation):
+    """A simulation that keeps what replicas report: when, from where, and what a router then knows.
+
+    Without the price of evictions: pages that steps evict at once are evicted at one time, which is in the price."""
+
+    def __init__(self, fleet: SimulatedFleet, seed: int = 0, at_once: bool = True) -> None:
+        self.reports: list[tuple[float, str, LiveProfile]] = []
+        super().__init__(fleet, seed, at_once)
+
+    def published(self, replica: SimulatedReplica, now: float) -> None:
+        super().published(replica, now)
+        live = self.routers[replica.pool.model][0].table.by_name[replica.name].live
+        assert live is not None
+        live = replace(live, room=live.room._replace(eviction_seconds=0.0))
+        self.reports.append((now, replica.name, live))
 
 
 def play_out(fleet: SimulatedFleet, jobs: Sequence[Job], seed: int = 0) -> Outcome:

@@ -1,11 +1,13 @@
 """Sessions of agents in simulated time: follow-ups wait for answers, and find them in the prefix cache."""
 
+from operator import itemgetter
+
 import pytest
 
 from crossdock.cluster.bench.agents import Agents, Branch, Session, Turn, agent_jobs, session_job
 from crossdock.cluster.bench.metrics import hit_rate
 from crossdock.cluster.simulate.simulation import Simulation
-from tests.cluster.simulate.small_fleets import fleet, play, profile, times
+from tests.cluster.simulate.small_fleets import Reported, fleet, play, profile, times
 
 SMALL = Agents(scale=0.004, turns=10.0, tool_s=0.5, person_s=4.0)
 
@@ -36,10 +38,12 @@ def test_no_follow_up_begins_after_the_end() -> None:
 
 
 @pytest.mark.parametrize(("replicas", "runs_ahead"), [(1, False), (2, False), (2, True)])
-def test_agents_with_steps_taken_one_by_one_have_the_same_times(replicas: int, runs_ahead: bool) -> None:
+def test_agents_with_steps_taken_one_by_one_have_the_same_times_and_reports(replicas: int, runs_ahead: bool) -> None:
     roots = agent_jobs(SMALL, 1, concurrency=4, per_agent=1)
     small = profile(num_pages=128, runs_ahead=runs_ahead)
     simulated = fleet({"replicas": replicas, "profile": small})
-    together, single = (play(simulated, roots, at_once=at_once) for at_once in (True, False))
-    assert times(together) == times(single)
-    assert hit_rate(together.samples) == hit_rate(single.samples) > 0.5  # type: ignore[operator]
+    together, single = (Reported(simulated, at_once=at_once) for at_once in (True, False))
+    outcomes = [simulation.run(roots) for simulation in (together, single)]
+    assert times(outcomes[0]) == times(outcomes[1])
+    assert hit_rate(outcomes[0].samples) == hit_rate(outcomes[1].samples) > 0.5  # type: ignore[operator]
+    assert sorted(together.reports, key=itemgetter(0, 1)) == sorted(single.reports, key=itemgetter(0, 1))

@@ -15,8 +15,10 @@ from crossdock.cluster.simulate.requests import token_ids
 from crossdock.cluster.simulate.virtual_dock import VirtualNetwork
 from crossdock.kvtransfer.dock_core import MAX_WRITE_BYTES
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
+from crossdock.workers.schedule.request.batch import Batch
 from crossdock.workers.schedule.request.page_hashes import hash_pages
-from tests.cluster.simulate.small_fleets import COST, fleet, job, play, play_out, profile, times
+from crossdock.workers.schedule.scheduler import Scheduler
+from tests.cluster.simulate.small_fleets import COST, Reported, fleet, job, play, play_out, profile, times
 
 
 def test_one_request_takes_a_prompt_step_and_a_step_per_token() -> None:
@@ -50,6 +52,25 @@ def test_request_that_comes_during_a_step_waits_for_the_next_one_too_where_steps
         both = first + 3 * decode + 1 / 64 + (1 + 32) / 1024
         ends = [first + number * decode for number in range(4)]
         assert times(outcome) == [[*ends, both, both + 1 / 64 + 2 / 1024], [both, both + 1 / 64 + 2 / 1024]]
+
+
+def test_no_step_is_scheduled_for_reports_nor_behind_a_step_in_which_a_request_comes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """a takes 6.7 s, and is reported every second. b comes in one of its steps, with another begun behind it. The steps
+    that are scheduled have the prompt of a, the prompt of b, and the first tokens after each and after b has ended."""
+    begun = list[float]()
+    schedule = Scheduler.schedule
+
+    def counted(scheduler: Scheduler, now: float) -> Batch:
+        begun.append(now)
+        return schedule(scheduler, now)
+
+    monkeypatch.setattr(Scheduler, "schedule", counted)
+    simulation = Reported(fleet({"profile": profile(runs_ahead=True)}))
+    simulation.run([job("a", 16, 400), job("b", 16, 2, due=3.0)])
+    assert len(simulation.reports) > 8
+    assert len(begun) == 5
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
