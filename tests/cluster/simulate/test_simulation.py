@@ -1,5 +1,6 @@
 """Simulations worked out by hand, and how routers spread requests in them."""
 
+import gc
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +13,7 @@ from crossdock.cluster.bench.workloads import Job, Segment, read_trace
 from crossdock.cluster.simulate.clock import Clock
 from crossdock.cluster.simulate.device import Noise
 from crossdock.cluster.simulate.requests import token_ids
+from crossdock.cluster.simulate.simulation import Simulation
 from crossdock.cluster.simulate.virtual_dock import VirtualNetwork
 from crossdock.kvtransfer.dock_core import MAX_WRITE_BYTES
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
@@ -71,6 +73,20 @@ def test_no_step_is_scheduled_for_reports_nor_behind_a_step_in_which_a_request_c
     simulation.run([job("a", 16, 400), job("b", 16, 2, due=3.0)])
     assert len(simulation.reports) > 8
     assert len(begun) == 5
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_simulation_leaves_no_cycles_so_that_requests_that_have_ended_are_freed(runs_ahead: bool) -> None:
+    """Simulations do not search for cycles, so what is in one stays for ever: steps that run ahead had one each."""
+    simulation = Simulation(fleet({"profile": profile(runs_ahead=runs_ahead)}))
+    jobs = [job(f"{number}", 16, 8, due=number / 8) for number in range(20)]
+    gc.collect()
+    gc.disable()
+    try:
+        simulation.run(jobs)
+        assert gc.collect() == 0
+    finally:
+        gc.enable()
 
 
 @pytest.mark.parametrize("runs_ahead", [False, True])
