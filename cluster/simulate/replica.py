@@ -58,7 +58,7 @@ class _Flight:
 
     step: StepInFlight
     ends: list[float]
-    goes_on: bool = False  # once its last step but one has ended: the last one has begun before that
+    goes_on: bool = False  # its last step has begun behind the one before, whose end is the turn of reports and actions
 
 
 @dataclass(slots=True, eq=False)
@@ -131,7 +131,7 @@ class SimulatedReplica:
         if self._flights:
             flight = self._flights[0]
             is_cut = len(flight.ends) > 1 + flight.goes_on
-            if is_cut:  # it ends with the step that runs now, or that has begun behind
+            if is_cut:  # it ends with the step that runs now, or with the one that has begun behind that
                 self._pass(flight, bisect_right(flight.ends, now, hi=len(flight.ends) - 1))
                 flight.ends = flight.ends[: 1 + self._is_ahead]
                 flight.goes_on = len(flight.ends) > 1
@@ -227,7 +227,7 @@ class SimulatedReplica:
     def _fast_forward(self, flight: _Flight) -> bool:
         """Add the steps that are alike to the only one in flight. Return whether there are any.
 
-        A flight ends when a report is due. Where steps run ahead, the next one has begun by then: the flight goes on.
+        They end when a report is due, or one step later where steps run ahead: that one has begun by then.
         """
         batch = flight.step.batch
         cost = self.pool.profile.cost
@@ -260,7 +260,7 @@ class SimulatedReplica:
         self.clock.at(flight.ends[-1 - flight.goes_on], partial(then, self._version), is_step=True)
 
     def _go_on(self, version: int, now: float) -> None:
-        """End all steps of a flight but the last one, as `_end` ends each."""
+        """End all steps of a flight but the last one, as `_end` ends one, and go on with that."""
         if self._is_over(version):
             return
         flight = self._flights[0]
