@@ -38,7 +38,7 @@ class BlockPool:
         self.num_owners = array("i", [0]) * num_pages  # by page; numpy reads it without a copy
         self.num_shared = 0  # pages with several owners
         self.hash_of: list[PageHash | None] = [None] * num_pages  # by page; None: not indexed
-        self._group_of = [0] * num_pages  # by page, as it was last allocated
+        self._group_of = array("b", [0]) * num_pages  # by page, as it was last allocated
         self._new = range(num_pages)  # free, and never used before
         self._free = deque[int]()  # free, and used before
         self._state_pages = state_pages
