@@ -111,6 +111,11 @@ class GrantCall(OfEpoch, frozen=True):
     groups: tuple[GroupPages, ...]
     state_pages: tuple[Count, ...] = ()
 
+    @property
+    def pages(self) -> list[int]:
+        """Return all pages that are granted."""
+        return [page for group in self.groups for page in group.pages] + [*self.state_pages]
+
 
 class CancelShipCall(OfEpoch, frozen=True):
     """Stop writing. `Released` follows in any case, as soon as no write is open, and may come twice."""
@@ -181,7 +186,7 @@ def _check_computed(groups: Sequence[GroupPages], num_tokens: int, spec: PoolSpe
 
 
 def _check_granted(call: GrantCall, spec: PoolSpec) -> None:
-    pages = [page for group in call.groups for page in group.pages] + [*call.state_pages]
+    pages = call.pages
     if len(set(pages)) != len(pages) or not all(0 <= page < spec.num_pages for page in pages):
         raise ValueError(f"pages must be different ones within 0 and {spec.num_pages - 1}, not {pages}")
     if len(call.groups) != spec.num_groups or not all(group.first >= call.first_page >= 0 for group in call.groups):

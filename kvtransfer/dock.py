@@ -9,10 +9,11 @@ import threading
 import time
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from crossdock.kvtransfer.calls import (
     DockCall,
+    GrantCall,
     check_pages,
 )
 from crossdock.kvtransfer.checksums import Checksums
@@ -45,7 +46,8 @@ class Dock:
     dock's name in logs ("prefill"). `on_event` is called on the dock's thread, in order, and must return soon: put the
     event in a queue. `grace_seconds` is how long after a peer's death one of its writes may still land.
     `max_write_bytes` bounds how long one transfer keeps others waiting. With `has_checksums` this dock sums what it
-    writes, and checks what arrives with a sum: then `memory` must be ordinary memory, else ValueError.
+    writes, and checks what arrives with a sum: then `memory` must be ordinary memory, else ValueError. `before_grant`
+    takes the pages of a grant, on the dock's thread, and returns when others may write to them; None: they may at once.
     """
 
     def __init__(
@@ -59,6 +61,7 @@ class Dock:
         grace_seconds: float = 1.0,
         max_write_bytes: int = MAX_WRITE_BYTES,
         has_checksums: bool = False,
+        before_grant: Callable[[Iterable[int]], None] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if memory.nbytes < spec.nbytes:
@@ -67,6 +70,7 @@ class Dock:
         self.spec = spec
         self._transport = transport
         self._clock = clock
+        self._before_grant = before_grant
         self.blob = blob = Peer(self.name, transport.kind, transport.open(self.name, memory), spec).pack()
         """The blob that the other side's `ship` or `expect` needs to reach this dock."""
         checksums = Checksums(host_view(memory), spec) if has_checksums else None
@@ -139,7 +143,10 @@ class Dock:
         if events or self._calls:
             self._last_event_at = self._clock()
         while self._calls:
-            self._core.make(*self._calls[0])
+            call, partners, called_at = self._calls[0]
+            if self._before_grant is not None and isinstance(call, GrantCall):
+                self._before_grant(call.pages)
+            self._core.make(call, partners, called_at)
             self._calls.popleft()  # only now: `drain` sees the call or the transfer that it began
         for event in events:
             self._core.handle(event)

@@ -34,15 +34,21 @@ class VirtualMover:
     _done: list[Moved] = field(default_factory=list)
     _free_at: float = 0.0  # when the page that is being moved will be there
     _looks_at: float = -1.0  # time of the next look
+    _num_copied: int = 0  # to slots, since `take_copied`
 
     @property
     def file_bytes(self) -> int:
         """Return the bytes of all files."""
         return sum(self._files.values())
 
-    def copy_out(self, pages: Sequence[int], slots: Sequence[int]) -> Callable[[], float | None]:
-        """Return the seconds that a copy to slots takes, beside the steps."""
-        return lambda: self.host_page_s
+    def copy_out(self, pages: Sequence[int], slots: Sequence[int]) -> None:
+        """Count a copy to slots, beside the steps."""
+        self._num_copied += 1
+
+    def take_copied(self) -> Sequence[float]:
+        """Return the seconds of each copy to slots since the last call."""
+        num_copied, self._num_copied = self._num_copied, 0
+        return [self.host_page_s] * num_copied
 
     def write(self, key: PageKey, slots: Sequence[int]) -> None:
         """Begin to write a page to its file, behind the jobs before."""

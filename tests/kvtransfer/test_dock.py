@@ -58,11 +58,11 @@ class Transport(TcpTransport):
 class Local:
     """A dock in this process, with its pool and its events."""
 
-    def __init__(self, spec: PoolSpec = SPEC, on_event: Any = None, grace_seconds: float = 1.0) -> None:
+    def __init__(self, spec: PoolSpec = SPEC, on_event: Any = None, grace_seconds: float = 1.0, **others: Any) -> None:
         self.pool = bytearray(spec.nbytes)
         self.events: queue.SimpleQueue[Event] = queue.SimpleQueue()
         self.transport = Transport()
-        options = {"grace_seconds": grace_seconds}
+        options = {"grace_seconds": grace_seconds} | others
         self.dock = Dock(self.transport, Memory.of(self.pool), spec, "test", on_event or self.events.put, **options)
 
     def next(self, kind: type) -> Event:
@@ -98,6 +98,23 @@ def test_transfer_between_two_docks_in_one_process_arrives(pair: tuple[Local, Lo
     assert source.dock.drain(5)
     assert target.dock.drain(5)
     assert target.pool[3 * SPEC.page_bytes :][: SPEC.page_bytes] == b"\x07" * SPEC.page_bytes
+
+
+def test_pages_are_written_to_once_their_owner_has_let_them_be_granted() -> None:
+    held = list[tuple[list[int], bytes]]()
+    target = Local(before_grant=lambda pages: held.append((list(pages), bytes(target.pool))))
+    source = Local()
+    source.pool[:] = b"\x07" * len(source.pool)
+    target.dock.call(ExpectCall("r", 1, (source.dock.blob,), 5))
+    source.dock.call(ShipCall("r", 1, (target.dock.blob,), 5))
+    source.dock.call(FinishCall("r", whole([1]), 2, b""))
+    target.dock.call(GrantCall("r", 1, 0, whole([3])))
+    target.next(Arrived)
+    source.next(Released)
+    source.dock.close()
+    target.dock.close()
+    assert held == [([3], bytes(SPEC.nbytes))]
+    assert any(target.pool)
 
 
 def test_call_with_bad_arguments_raises_at_once(pair: tuple[Local, Local]) -> None:

@@ -98,6 +98,13 @@ class StepInputs:
         """Return whether the forward pass reads pictures, or positions in three axes, beside tokens."""
         return self.pictures is not None and self.pictures.is_read
 
+    def written_pages(self, page_size: int) -> Sequence[int]:
+        """Return the pages that the step writes to."""
+        written: list[int] = np.unique(
+            np.concatenate([self.slots.ravel() // page_size, self.state_write.ravel()])
+        ).tolist()
+        return written[written[:1] == [-1] :]  # -1: of a padding row, or in the place of a state
+
     @property
     def max_query_len(self) -> int:
         return int(np.diff(self.query_start).max())

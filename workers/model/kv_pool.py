@@ -1,6 +1,6 @@
 """The one KV tensor of a process, and each layer's views of it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -26,6 +26,8 @@ class KVPool:
         self._num_pages = 0
         self._taker: MemoryTaker | None = None  # on a CPU
         self.is_asleep = False  # the memory is given back: no step may read it
+        self.before_step: Callable[[Iterable[int]], None] | None = None  # see `watch`
+        self.before_others: Callable[[Iterable[int]], None] | None = None
 
     def allocate(
         self,
@@ -59,6 +61,13 @@ class KVPool:
         """The pool as [page, page_bytes] uint8."""
         return self.tensor.view(torch.uint8).view(self._num_pages, -1)
 
+    def watch(
+        self, before_step: Callable[[Iterable[int]], None], before_others: Callable[[Iterable[int]], None]
+    ) -> None:
+        """Have these called with pages before they are written to: by the next step; or by others, from then on."""
+        self.before_step = before_step
+        self.before_others = before_others
+
     def free(self) -> None:
         """Free the memory. Call it only before another component has a reference to the pool."""
         self.pages, self.tensor = (), torch.empty(0)
@@ -69,6 +78,8 @@ class KVPool:
     def sleep(self) -> None:
         """Give the memory back to Linux until `wake`. Views and registrations stay; contents are lost. On a CPU."""
         assert self._taker is not None, "pages of a GPU do not sleep"
+        if self.before_others is not None:
+            self.before_others(range(self._num_pages))
         self._taker.end()
         self._taker = None
         self.is_asleep = True

@@ -148,5 +148,7 @@ class Runner:
 
         Whether it is a graph, and which one, depends on the step alone: every rank of a worker group does the same.
         """
+        if (claim := self.model.pool.before_step) is not None:
+            claim(inputs.written_pages(self.page_size))
         graphs = self._graphs_for(inputs)
         return inputs.run(self.model, previous_tokens) if graphs is None else graphs.run(inputs, previous_tokens)

@@ -2,6 +2,7 @@
 
 from array import array
 from collections.abc import Sequence
+from dataclasses import replace
 from unittest.mock import create_autospec
 
 import numpy as np
@@ -43,6 +44,16 @@ def test_tensors_equal_the_integers() -> None:
     assert step.kv_len.tolist() == [21, 21]
     assert (step.max_query_len, step.num_decodes) == (13, 1)
     assert [tensor.dtype for tensor in tensors] == [torch.int64] * 4 + [torch.int32] * 5
+
+
+def test_written_pages_are_those_of_rows_and_of_states() -> None:
+    step = mixed_step()
+    assert step.written_pages(8) == [0, 2, 4]
+    states = np.array([[6, 2], [-1, -1]], np.int32)
+    assert replace(step, state_write=states).written_pages(8) == [0, 2, 4, 6]
+    grouped = np.array([[3, 40], [-1, -1]])
+    assert replace(step, slots=grouped, state_write=states).written_pages(8) == [0, 2, 5, 6]
+    assert StepInputs.empty(2).written_pages(8) == []
 
 
 def test_table_has_page_0_past_the_end_of_a_sequence() -> None:

@@ -238,6 +238,7 @@ def open_tiers(
     if worker_group is not None:
         worker_group.broadcast(AllocatePool(num_pages, num_slots))
     copies = PoolCopies(pages, num_slots, None if worker_group is None else worker_group.broadcast)
+    model.pool.watch(copies.claim, copies.settle)
     files = None
     if folder is not None:
         assert weights, "files outlive the engine: their pages are of named weights"

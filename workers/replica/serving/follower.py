@@ -136,6 +136,7 @@ def _work(
             case AllocatePool(num_pages, num_slots):
                 model.allocate_pool(num_pages, page_size)
                 copies = PoolCopies(model.pool.by_page, num_slots)
+                model.pool.watch(copies.claim, copies.settle)
             case CopyPages() as copy:
                 assert copies is not None, "pages are copied before the pool is allocated"
                 copies.apply(copy)
@@ -153,7 +154,12 @@ def _work(
                 layout = pool_spec(by_rank, rank, model, name, page_size, num_pages)
                 transfer = transfer.model_copy(update={"host": transfer_host})  # the driver's may be another node's
                 dock = open_dock(
-                    memory_of(model.pool.tensor), layout, role, transfer, lambda event: link.send(encode(event))
+                    memory_of(model.pool.tensor),
+                    layout,
+                    role,
+                    transfer,
+                    lambda event: link.send(encode(event)),
+                    before_grant=model.pool.before_others,
                 )
                 link.send(encode(DockOpened(dock.blob)))
             case ChangeMemory(what):

@@ -74,7 +74,7 @@ class PageFiles:
         """
         answers = self._call(WritePart(name_of(key), tuple(slots), mark))
         try:
-            self._copies.wait()
+            self._copies.settle(slots=slots)
             deleted = self._own.write(key, [self._copies.slots[slot].numpy().data for slot in slots])
         finally:
             others = answers()
@@ -87,7 +87,6 @@ class PageFiles:
         the pages. OSError: a rank cannot read its part."""
         answers = self._call(LoadPart(name_of(key), tuple(slots), tuple(pages), mark))
         try:
-            self._copies.wait()
             into = self._copies.slots[slots[0] : slots[0] + len(slots)].view(-1)
             is_here = self._own.read(key, into.numpy().data)
             if is_here:

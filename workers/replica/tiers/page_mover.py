@@ -60,9 +60,11 @@ class PageMover(Protocol):
     def file_bytes(self) -> int:
         """Return the bytes of all files."""
 
-    def copy_out(self, pages: Sequence[int], slots: Sequence[int]) -> Callable[[], float | None]:
-        """Copy pages of the pool to slots, before the next step. Returns a function that returns the seconds of the
-        copy; None while it goes on."""
+    def copy_out(self, pages: Sequence[int], slots: Sequence[int]) -> None:
+        """Copy pages of the pool to slots, before anything is written to these pages."""
+
+    def take_copied(self) -> Iterable[float]:
+        """Return the seconds of each copy to slots that has ended since the last call."""
 
     def write(self, key: PageKey, slots: Sequence[int]) -> None:
         """Write the content of slots to the file of a page, behind the jobs before. Answers `Written`."""

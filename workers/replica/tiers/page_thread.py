@@ -1,6 +1,6 @@
 """Moves pages between the pool, the host's memory and files, in a thread of its own: no step waits for a file.
 
-Copies to the host are made in the engine's thread, before the page is used again. Jobs and results travel in two
+Copies to the host are made before anything is written to the page again. Jobs and results travel in two
 queues. A job that fails, for whatever reason, is a page that is not stored, or a miss. A thread that has ended ends the
 replica, see `is_alive`.
 """
@@ -38,6 +38,7 @@ class PageThread:
         self._copies = copies
         self.num_slots = len(copies.slots)
         self.copy_out = copies.copy_out
+        self.take_copied = copies.take_copied
         self.on_done: list[Callable[[], None]] = []
         self._from_files = range(self.num_slots - most_pages, self.num_slots)
         self._reasons: dict[str, str] = {}  # reasons that were logged last, by the action that failed
@@ -154,7 +155,6 @@ class PageThread:
                 if held is None:
                     is_there = self._load_file(each, mark)
                 else:
-                    self._copies.wait()
                     self._copies.copy_in(held, each.pages)
             except Exception as reason:
                 is_there = False

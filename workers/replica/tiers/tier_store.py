@@ -1,13 +1,13 @@
 """Which evicted pages are stored in tiers, which give way, and what loads bring back. Decides; a `PageMover` moves.
 
-An evicted page is copied to the host's memory before the page is used again. From there it is written to a file.
+An evicted page is copied to the host's memory before anything is written to the page again. From there it is written
+to a file.
 Results are taken in between steps: no step waits for a file.
 
 A page that cannot be stored or loaded, for whatever reason, is a page that is not stored, or a miss.
 """
 
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from crossdock.workers.replica.tiers.host_tier import HostTier
 from crossdock.workers.replica.tiers.page_mover import Loaded, PageMover, Seen, Written
@@ -55,7 +55,6 @@ class TierStore:
         self.on_done = mover.on_done
         self.tell_if_stuck = mover.tell_if_stuck
         self.close = mover.close
-        self._copying: deque[Callable[[], float | None]] = deque()  # copies to the host, oldest first
         self._num_pending = 0  # writes and loads whose result has not been taken in
         self._writing = set[PageKey]()
         self._offers: list[int] | None = None  # cached pages to look at, last one first; None: a step has come since
@@ -114,11 +113,10 @@ class TierStore:
             slots, gone = self._host.take(key, len(pages))
             if not slots:
                 return
-            seconds = self._mover.copy_out(pages, slots)
+            self._mover.copy_out(pages, slots)
             if self._host_tier is not None:
                 self._host_tier.drop(gone)
                 self._host_tier.stored(key, None)
-                self._copying.append(seconds)
                 self._learn_copies()
         if writes:
             self._writing.add(key)
@@ -126,9 +124,8 @@ class TierStore:
             self._mover.write(key, self._host.use(key))
 
     def _learn_copies(self) -> None:
-        """Learn the seconds of the copies to the host that have ended: a GPU copies beside the steps."""
-        while self._copying and (seconds := self._copying[0]()) is not None:
-            self._copying.popleft()
+        """Learn the seconds of the copies to the host that have ended."""
+        for seconds in self._mover.take_copied():
             if self._host_tier is not None:
                 self._host_tier.took(seconds)
 

@@ -293,7 +293,9 @@ def connect(
     Raises:
         TransportUnavailable: NIXL is asked for, or the pool is a GPU's, and NIXL cannot be used here.
     """
+    before_grant = None if engine.executor.model is None else engine.executor.model.pool.before_others
+    spec = engine.pool_spec(model)
     dock = ReplicaDock(
-        engine.executor.memory, engine.pool_spec(model), role, config, engine.worker_group, on_event, engine.clock
+        engine.executor.memory, spec, role, config, engine.worker_group, on_event, engine.clock, before_grant
     )
     return Handover(engine, dock, config, on_figures)

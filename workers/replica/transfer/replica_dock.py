@@ -1,7 +1,8 @@
 """The docks of all ranks of a replica as one: calls go to every rank, and events are merged."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
@@ -54,13 +55,18 @@ class ReplicaDock:
         worker_group: "WorkerGroup | None",
         on_event: Callable[[Event], None],
         clock: Callable[[], float],
+        before_grant: Callable[[Iterable[int]], None] | None = None,
     ) -> None:
-        """Open the pool at `memory` to transfers. TransportUnavailable: as `open_dock`."""
+        """Open the pool at `memory` to transfers. `before_grant`: as of `Dock`.
+
+        TransportUnavailable: as `open_dock`.
+        """
         self._worker_group = worker_group
         self._on_event = on_event
         self._merger = EventMerger(range(len(spec.shards)))
         self._turn = threading.Lock()  # events come on as many threads as there are ranks
-        self._own = open_dock(memory, spec, role, config, lambda event: self._take(spec.rank, event), clock)
+        on_own_event = partial(self._take, spec.rank)
+        self._own = open_dock(memory, spec, role, config, on_own_event, clock, before_grant)
         blobs = {spec.rank: self._own.blob}
         if worker_group is not None:
             blobs |= worker_group.open_docks(spec.model, role, config, self._take)
@@ -103,8 +109,9 @@ def open_dock(
     config: TransferConfig,
     on_event: Callable[[Event], None],
     clock: Callable[[], float] | None = None,
+    before_grant: Callable[[Iterable[int]], None] | None = None,
 ) -> Dock:
-    """Open the pool of one rank, which `spec` describes, to transfers.
+    """Open the pool of one rank, which `spec` describes, to transfers. `before_grant`: as of `Dock`.
 
     Raises:
         TransportUnavailable: NIXL is asked for, or the pool is a GPU's, and NIXL cannot be used here.
@@ -116,7 +123,15 @@ def open_dock(
     options: dict[str, Any] = {"clock": clock} if clock is not None else {}
     transport = choose_transport(config, memory)
     return Dock(
-        transport, memory, spec, role, on_event, grace_seconds=config.grace_s, has_checksums=has_checksums, **options
+        transport,
+        memory,
+        spec,
+        role,
+        on_event,
+        grace_seconds=config.grace_s,
+        has_checksums=has_checksums,
+        before_grant=before_grant,
+        **options,
     )
 
 

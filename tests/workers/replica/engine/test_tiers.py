@@ -11,14 +11,18 @@ from typing import Any
 import pytest
 from pydantic import ByteSize
 
+from crossdock.kvtransfer.calls import GrantCall
+from crossdock.kvtransfer.records import GroupPages
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.model import LoadedModel
-from crossdock.workers.replica.config import EngineConfig
+from crossdock.workers.replica.config import EngineConfig, TransferConfig
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.serving.metrics import EngineMetrics
 from crossdock.workers.replica.serving.observed import ObservedEngine
+from crossdock.workers.replica.transfer.handover import connect
+from crossdock.workers.replica.transfer.replica_dock import ReplicaDock
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.request.submission import Submission
 from tests.waiting import eventually
@@ -153,6 +157,27 @@ def test_prompt_whose_pages_were_evicted_is_loaded(tier: str, name: str, tmp_pat
         tokens, cached = answers(tiered, [*PROMPTS, *PROMPTS])
     assert tokens == expected
     assert cached == [0] * len(PROMPTS) + [88] * len(PROMPTS)
+
+
+@pytest.mark.parametrize("writer", ["another replica", "sleep"])
+def test_evicted_pages_are_in_memory_before_anything_but_a_step_writes_to_them(writer: str, tmp_path: Path) -> None:
+    """A page is copied when it is written to. Transfers and sleep write without a step."""
+    with engine_on(model_of("llama"), 60, **settings_of("kv_cache_host_memory", tmp_path)) as engine:
+        expected, _ = answers(engine, PROMPTS)
+        pages = engine.pages.allocate("other", 60)
+        pool = engine.model.pool
+        if writer == "sleep":
+            pool.sleep()
+            pool.wake()
+        else:
+            dock = connect(engine, "m", "decode", TransferConfig(transport="tcp", host="127.0.0.1"), print, print).dock
+            assert isinstance(dock, ReplicaDock)
+            dock.call(GrantCall("r", 1, 0, (GroupPages(0, tuple(pages)),)))
+            assert dock._own.drain(60)
+            dock.close()
+        pool.by_page.fill_(0)
+        engine.pages.release("other")
+        assert answers(engine, PROMPTS) == (expected, [88] * len(PROMPTS))
 
 
 @pytest.mark.parametrize(
