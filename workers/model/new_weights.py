@@ -22,6 +22,7 @@ from crossdock.kernels.cpu.huge_pages import give_back
 from crossdock.workers.model.checksums import checksum, checksums_in
 from crossdock.workers.model.layers.fusion import drop_fused, fused_tensors, fused_weights
 from crossdock.workers.model.layers.triton_layers import TritonLayers
+from crossdock.workers.model.loaders.held import HeldTensors
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.weight_group import WeightGroup, announced
 from crossdock.workers.model.weights.finite import check_finite, weights_of
@@ -59,8 +60,8 @@ class NewWeights:
         given = json.loads(argument)
         if method in ("start", "leave"):
             self.drop()
-        if method == "start" and (reason := self.why_not()):
-            raise ValueError(f"weights cannot be replaced: {reason}")
+        if method == "start":
+            self._check_replaceable()
         if method in ("join", "leave"):
             self._group = None
         if method == "join":
@@ -72,15 +73,17 @@ class NewWeights:
             self._sent |= given["update_info"].get("checksums") or {}
         if method == "read":
             if given["folder"]:
-                self.read(Path(given["folder"]), given.get("checksums"))
-            else:
-                self.read_tensors(self._received)
-            return self._read_proof.received
+                return self.read(Path(given["folder"]), given.get("checksums"))
+            return self.read_tensors(self._received, self._sent)
         return self.check() if method == "check" else {}
 
     @property
     def _rank(self) -> int:
         return self._model.part.position.rank
+
+    def _check_replaceable(self) -> None:
+        if reason := self.why_not():
+            raise ValueError(f"weights cannot be replaced: {reason}")
 
     def why_not(self) -> str:
         """Return why this model's weights cannot be replaced; empty: they can."""
@@ -97,29 +100,34 @@ class NewWeights:
             return "the model encodes pictures, and embeddings of the weights of the start would be used again"
         return ""
 
-    def read(self, folder: Path, sent: Mapping[str, str] | None = None) -> None:
+    def read(self, folder: Path, sent: Mapping[str, str] | None = None) -> dict[str, str]:
         """Read this rank's part of a checkpoint in plain safetensors. The files may change afterwards.
 
-        `sent`: checksums of tensors, by their names in the checkpoint.
+        `sent`: checksums of tensors, by their names in the checkpoint. Returns those of all.
 
         Raises:
             ValueError: the weights cannot be replaced, the files are not all weights of this model, a tensor has
                 another checksum than it was sent with, or a number is NaN or infinite.
         """
         self._put = None
-        if reason := self.why_not():
-            raise ValueError(f"weights cannot be replaced: {reason}")
+        self._check_replaceable()
         if scheme_at(folder) is not PLAIN:
             raise ValueError(f"{folder} is quantised: give plain weights in safetensors")
-        received = checksums_in(folder)
+        return self._read(folder, checksums_in(folder), sent)
+
+    def _read(
+        self, folder: Path, received: dict[str, str], sent: Mapping[str, str] | None, held: HeldTensors | None = None
+    ) -> dict[str, str]:
         if wrong := unlike({name: received.get(name, "") for name in sent or ()}, sent or {}):
             raise ValueError(f"checksums: other bytes were received than were sent of {wrong}")
         model = self._model
-        plain, _ = PlainWeights().read(copy.deepcopy(model.config), folder, model.dtype, model.part.collectives)
+        config = copy.deepcopy(model.config)
+        plain, _ = PlainWeights().read(config, folder, model.dtype, model.part.collectives, held=held)
         plain.requires_grad_(False)
         check_finite(weights_of(plain), f"weights in {folder}" if sent is None else "weights that were sent")
-        put, held = _prepared(model.module, plain)
-        self._put, self._read_proof = put, Proof(received, held)
+        put, checksums = _prepared(model.module, plain, may_change=held is None)
+        self._put, self._read_proof = put, Proof(received, checksums)
+        return received
 
     def check(self) -> dict[str, str]:
         """Return the checksums of the tensors that an update has put in place, by their names in the checkpoint.
@@ -135,11 +143,19 @@ class NewWeights:
             raise ValueError(f"memory has changed since the update, of {wrong}")
         return self._proof.received
 
-    def read_tensors(self, tensors: Mapping[str, Tensor]) -> None:
-        """Read this rank's part of whole tensors, by their names in a checkpoint; as `read` otherwise."""
+    def read_tensors(self, tensors: Mapping[str, Tensor], sent: Mapping[str, str]) -> dict[str, str]:
+        """Read this rank's part of whole tensors, by their names in a checkpoint; as `read` otherwise.
+
+        They are put in place from where they are, and must stay as they are until then.
+        """
+        self._put = None
+        self._check_replaceable()
+        held = HeldTensors(tensors)
         with tempfile.TemporaryDirectory(prefix="crossdock-weights-") as folder:
-            self.write(tensors, Path(folder))
-            self.read(Path(folder), self._sent)
+            self._model.config.save_pretrained(folder)
+            held.write_heads(Path(folder))
+            received = {name: checksum(tensor) for name, tensor in tensors.items()}
+            return self._read(Path(folder), received, sent, held)
 
     def write(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
         """Write tensors as a checkpoint of this model in a directory."""
@@ -188,9 +204,10 @@ def held_checksums(module: nn.Module) -> dict[str, str]:
 
 
 @torch.inference_mode()
-def _prepared(module: nn.Module, plain: nn.Module) -> tuple[Callable[[], None], dict[str, str]]:
-    """Return a function that puts the weights of `plain` into `module`, and needs neither files nor `plain` any more;
-    and what `held_checksums` must be afterwards.
+def _prepared(module: nn.Module, plain: nn.Module, may_change: bool) -> tuple[Callable[[], None], dict[str, str]]:
+    """Return a function that puts the weights of `plain` into `module`, and what `held_checksums` must be afterwards.
+
+    `may_change`: whether the memory of `plain` may change before that, as files that it maps may.
 
     Raises:
         ValueError: a tensor is missing, or of another shape.
@@ -202,8 +219,9 @@ def _prepared(module: nn.Module, plain: nn.Module) -> tuple[Callable[[], None], 
         raise ValueError(f"no weights of the right shape for {', '.join(wrong[:3])}{', …' * (len(wrong) > 3)}")
     copies: dict[int, Tensor] = {}  # by memory: tied tensors are one
     pairs = {
-        name: (tensor, copies.setdefault(source[name].data_ptr(), source[name].clone()))
+        name: (tensor, copies.setdefault(new.data_ptr(), new.clone() if may_change else new))
         for name, tensor in held.items()
+        for new in [source[name]]
     }
     put_fused, packed = fused_weights(module, plain)
     checksums = {name: checksum(new.to(tensor.dtype)) for name, (tensor, new) in pairs.items()}

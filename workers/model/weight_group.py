@@ -82,7 +82,8 @@ class WeightGroup:
             whole = buffer if self._buffer_bytes else buffer.view(some[0].dtype)
             self._group.broadcast(whole, 0).wait()
             for each, part in zip(some, torch.split(buffer.cpu(), sizes), strict=True):
-                yield each.name, part.clone().view(each.dtype).view(*each.shape)
+                is_aligned = part.storage_offset() % each.dtype.itemsize == 0
+                yield each.name, (part if is_aligned else part.clone()).view(each.dtype).view(*each.shape)
 
 
 def vllm_group(store: Any, rank: int, size: int, device: torch.device, nccl: Any) -> Any:

@@ -14,9 +14,11 @@ from crossdock.workers.model.checksums import checksum, checksums_in
 from crossdock.workers.model.layers.fused_projections import join_projections
 from crossdock.workers.model.layers.fusion import fused_tensors
 from crossdock.workers.model.load import load_model, wrap_module
+from crossdock.workers.model.memory.host_memory import bytes_of
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.new_weights import NewWeights, held_checksums
+from crossdock.workers.replica.engine.weight_update import WeightUpdate
 from crossdock.workers.schedule.request.submission import Submission
 from tests.workers.architectures import SERVED, build
 from tests.workers.replica.engines import engine_on, greedy, run
@@ -84,7 +86,7 @@ def test_replaced_weights_compute_what_a_fresh_load_of_them_computes(
     assert weights.check() == checksums_in(new)
     tensors = dict(load_model(spec(old)).module.state_dict()) if not model.kernels else None
     if tensors is not None:
-        weights.read_tensors(tensors)
+        weights.read_tensors(tensors, {})
         weights.put()
         assert logprobs(model) == pytest.approx(before, abs=1e-3)
 
@@ -98,6 +100,50 @@ def test_joined_projections_compute_with_replaced_weights_and_biases(tmp_path: P
     weights.read(new)
     weights.put()
     assert logprobs(model) == pytest.approx(logprobs(load_model(spec(new))), abs=1e-4)
+
+
+def test_received_tensors_are_put_in_place_without_another_copy(tmp_path: Path) -> None:
+    """The layers of this model are not fused: nothing is packed again."""
+    options = {"hidden_size": 512, "intermediate_size": 1024, "head_dim": 128, "vocab_size": 8200}
+    model = load_model(spec(saved(tmp_path, 1, num_hidden_layers=3, **options)))
+    assert not model.kernels
+    weights = NewWeights(model)
+    received = {name: tensor.clone() for name, tensor in load_file(tmp_path / "model.safetensors").items()}
+    size = sum(tensor.nbytes for tensor in received.values())
+    status = Path("/proc/self/status")
+    peak = 0
+    for _ in range(2):  # libraries take memory once
+        for tensor in received.values():
+            tensor *= 1.5
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
+        before = bytes_of(status, "VmRSS")
+        weights.read_tensors(received, {})
+        weights.put()
+        peak = bytes_of(status, "VmHWM") - before
+        assert weights.check() == {name: checksum(tensor) for name, tensor in received.items()}
+    assert size > 50e6
+    assert peak < 0.3 * size, "but for one tensor at a time"
+
+
+def test_arrays_that_are_pushed_replace_the_weights_of_one_rank(tmp_path: Path) -> None:
+    old, new = (saved(tmp_path / f"{seed}", seed, **FUSED) for seed in (1, 2))
+    model = load_model(spec(old))
+    update = WeightUpdate(NewWeights(model), None)
+    tensors = load_file(new / "model.safetensors")
+    arrays = {
+        name: ("float32", tuple(tensor.shape), tensor.view(-1).view(torch.uint8).numpy(), checksum(tensor))
+        for name, tensor in tensors.items()
+    }
+    update.read_arrays(arrays)
+    update.put()
+    assert logprobs(model) == pytest.approx(logprobs(load_model(spec(new))), abs=1e-4)
+    assert update.checksums == checksums_in(new)
+    name = "model.norm.weight"
+    with pytest.raises(ValueError, match=rf"other bytes were received than were sent of {name}$"):
+        update.read_arrays(arrays | {name: (*arrays[name][:3], "0")})
+    with pytest.raises(ValueError, match=r"is of torch\.complex64, which a checkpoint does not have"):
+        update.read_arrays(arrays | {name: ("complex64", (32,), *arrays[name][2:])})
+    assert not update.is_read
 
 
 def test_tensor_with_one_wrong_bit_is_refused_by_name(tmp_path: Path) -> None:

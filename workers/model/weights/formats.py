@@ -14,6 +14,7 @@ from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.cut_model import cut_model
 from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import RankPosition
+from crossdock.workers.model.loaders.held import HeldTensors
 from crossdock.workers.model.weights.packed_layers import panel_bytes
 from crossdock.workers.model.weights.scheme import PLAIN, ROUNDED, Scheme
 from crossdock.workers.model.weights.weights import load_weights, model_on_meta, part_bytes
@@ -62,10 +63,12 @@ class PlainWeights:
         links: Collectives | None,
         device: str = "cpu",
         load_format: LoadFormat = "auto",
+        held: HeldTensors | None = None,
     ) -> tuple[Any, ModelPart | None]:
         """Read the weights in `path`, or the part that the rank of `links` holds, and return which part that is.
 
         Plain tensors are read to `device`, each by itself; a checkpoint with packed matrices comes to the host.
+        `held`: see `load_weights`.
 
         Raises:
             CannotCut: the model cannot be divided among so many ranks.
@@ -74,7 +77,7 @@ class PlainWeights:
         cut = None
         if links is not None and links.position.size > 1:
             cut = partial(cut_model, position=links.position, collectives=links)
-        return load_weights(config, path, dtype, cut, device, load_format, self.scheme)
+        return load_weights(config, path, dtype, cut, device, load_format, self.scheme, held=held)
 
     def count_bytes(self, config: PretrainedConfig, position: RankPosition, dtype: torch.dtype) -> WeightBytes:
         """Return the memory for the part of the rank at `position`. CannotCut: there is no such part."""

@@ -27,8 +27,10 @@ _TOLERANCES = {torch.float32: 1e-3, torch.float16: 0.01, torch.bfloat16: 0.02}
 """The relative error in norm that products in a dtype may have: a few times its rounding."""
 
 
-def check_products(module: Any, part: ModelPart | None, named: NamedTensors) -> None:
+def check_products(module: Any, part: ModelPart | None, named: NamedTensors, held: Files | None = None) -> None:
     """Check some rows of some linears of a module, or of one rank's part of it, before layers are replaced.
+
+    `held`: the tensors, where no files have them.
 
     Raises:
         ValueError: products are not those of the checkpoint's bytes; the message names the layer.
@@ -36,7 +38,7 @@ def check_products(module: Any, part: ModelPart | None, named: NamedTensors) -> 
     linears = {f"{name}.weight": each for name, each in module.named_modules() if type(each) in _LINEARS}
     found = [source for source in _single_sources(named) if source[0] in linears]
     checked = found[:: max(1, len(found) // _NUM_LINEARS)]
-    with open_files(Path(checked[0][1].file).parent) if checked else Files() as files:
+    with held or (open_files(Path(checked[0][1].file).parent) if checked else Files()) as files:
         files.expect(lambda: [stored.read_rows(files, _sample(stored, part, name)[0]) for name, stored in checked])
         for name, stored in checked:
             dtype = getattr(linears[name], "weight", next(module.parameters())).dtype

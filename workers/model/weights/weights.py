@@ -30,6 +30,7 @@ from crossdock.workers.model.cut.cut_model import cut_model
 from crossdock.workers.model.cut.part import ModelPart, TensorSlice
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
 from crossdock.workers.model.loaders.files import Files, open_files
+from crossdock.workers.model.loaders.held import HeldTensors
 from crossdock.workers.model.loaders.objects import origin_of
 from crossdock.workers.model.weights.config_fields import check_fields
 from crossdock.workers.model.weights.heap import trim_heap
@@ -99,6 +100,7 @@ def load_weights(
     load_format: LoadFormat = "auto",
     scheme: Scheme | None = None,
     chosen: ChosenTensors | None = None,
+    held: HeldTensors | None = None,
 ) -> tuple[Any, ModelPart | None]:
     """Load the weights in `path`. Returns transformers' model, and the part of it that `cut` returned.
 
@@ -106,6 +108,7 @@ def load_weights(
     to `device` one by one, so that the host never holds a GPU's weights; a checkpoint with packed matrices comes to
     the host. `load_format` names who reads the files. `scheme`: made at load from plain files; None: that of the files.
     `chosen`: the tensors in the files that are the model's, where these are a part of a larger one; None: all.
+    `held`: the tensors of which `path` has only the heads: the model shares the memory of whole ones in its dtype.
 
     Raises:
         CannotCut: `cut` cannot divide the model so.
@@ -121,12 +124,13 @@ def load_weights(
     try:
         with _LOADING:
             named = check_tensors(auto_model(config), plain_config, path, dtype, scheme, chosen)
-            is_read_by_transformers = load_format in ("auto", "safetensors") and origin_of(path) is None
+            are_in_files = held is None and origin_of(path) is None
+            is_read_by_transformers = load_format in ("auto", "safetensors") and are_in_files
             if cut is None and chosen is None and is_plain and is_read_by_transformers:
                 module = _load_whole(config, path, **options)
                 part = None
             else:
-                module, part = _load_cut(plain_config, path, cut or _whole, named, load_format, **options)
+                module, part = _load_cut(plain_config, path, cut or _whole, named, load_format, held, **options)
     except OSError as error:
         if any(path.glob("*.safetensors")):
             raise
@@ -142,12 +146,13 @@ def load_weights(
             f"serve plain weights, without --quantization"
         ) from error
     except ValueError as error:
-        if ATTENTION_NAME not in str(error) and "attn_implementation" not in str(error):
+        text = str(error).replace(str(path), "")
+        if ATTENTION_NAME not in text and "attn_implementation" not in text:
             raise
         raise ValueError(f"{config.model_type}: transformers gives it no pluggable attention") from error
     if not is_plain:
         module.config.update({KEYS[0]: dict(E4M3_AT_LOAD) if scheme.is_made_at_load else quantisation_at(path)})
-    check_products(module, part, named)
+    check_products(module, part, named, held)
     return module, None if cut is None else part
 
 
@@ -167,6 +172,7 @@ def _load_cut(
     cut: Callable[[Any], ModelPart],
     named: NamedTensors,
     load_format: LoadFormat,
+    held: HeldTensors | None,
     **options: Any,
 ) -> tuple[Any, ModelPart]:
     """Load the part of a model that `cut` leaves, packed matrices as they are. `options` are `from_pretrained`'s.
@@ -200,7 +206,7 @@ def _load_cut(
     # The same name and module as the whole class: by these transformers looks up the conversions of a checkpoint.
     part_class = type(whole.__name__, (whole,), {"__module__": whole.__module__, **steps})
     device = options.get("device_map", {}).get("", "cpu")
-    with open_files(path, load_format, device) as files:
+    with held or open_files(path, load_format, device) as files:
         module, report = part_class.from_pretrained(  # type: ignore[attr-defined]
             path, config=config, use_safetensors=True, output_loading_info=True, **options
         )

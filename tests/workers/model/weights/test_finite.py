@@ -74,7 +74,7 @@ def test_update_whose_weights_are_not_finite_is_refused_and_the_present_ones_sta
     weights, before = NewWeights(model), {name: each.clone() for name, each in model.module.state_dict().items()}
     broken = saved(tmp_path / "broken", break_down, 1)
     with pytest.raises(ValueError, match=r"layers\.1\.mlp\.down_proj\.weight has NaN or infinity in 1 of"):
-        weights.read_tensors(load_file(broken / "model.safetensors")) if is_sent else weights.read(broken)
+        weights.read_tensors(load_file(broken / "model.safetensors"), {}) if is_sent else weights.read(broken)
     assert not weights.is_read
     assert all(torch.equal(before[name], each) for name, each in model.module.state_dict().items())
     weights.read(saved(tmp_path / "good", seed=1))
