@@ -55,6 +55,31 @@ class AttentionBatch:
     on_host: tuple[Tensor, Tensor] | None = None
     """`query_start` and `kv_len` on the CPU; None: the step is a CUDA graph, recorded before these are known."""
     max_chunk_kv_len: int | None = None  # `max_kv_len` of the sequences after the decodes alone; None: unknown
+    derived_of_chunks: dict[Hashable, Tensor] = field(default_factory=dict)  # `derived` of `chunks()`
+
+    def decodes(self) -> "AttentionBatch":
+        """Return the decodes at the front as a batch of their own."""
+        D = self.num_decodes
+        starts = self.query_start[: D + 1]
+        lengths = self.kv_len[:D]
+        on_host = None if self.on_host is None else (self.on_host[0][: D + 1], self.on_host[1][:D])
+        table = self.page_table[:D]
+        return AttentionBatch(
+            starts, lengths, table, self.slots[:D], 1, self.max_kv_len, D, self.derived, on_host=on_host
+        )
+
+    def chunks(self) -> "AttentionBatch":
+        """Return the chunks behind the decodes as a batch of their own. The host of a GPU waits for nothing."""
+        D = self.num_decodes
+        longest = self.max_kv_len if self.max_chunk_kv_len is None else self.max_chunk_kv_len
+        if "starts" not in self.derived_of_chunks:
+            self.derived_of_chunks["starts"] = self.query_start[D:] - D
+        starts = self.derived_of_chunks["starts"]
+        lengths = self.kv_len[D:]
+        on_host = None if self.on_host is None else (self.on_host[0][D:] - D, self.on_host[1][D:])
+        table, slots = self.page_table[D:], self.slots[D:]
+        derived = self.derived_of_chunks
+        return AttentionBatch(starts, lengths, table, slots, self.max_query_len, longest, 0, derived, on_host=on_host)
 
 
 def store_kv(k: Tensor, v: Tensor, k_pages: Tensor, v_pages: Tensor, slots: Tensor) -> None:

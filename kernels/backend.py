@@ -68,6 +68,26 @@ def choose_attention(
     return chosen
 
 
+def with_long_chunks(
+    attention: Attention, backend: AttentionBackend, device: torch.device, kv_cache_dtype: KVCacheDtype = "auto"
+) -> Attention:
+    """Return attention whose long chunks run in a package that is installed and measured to be faster than Triton.
+
+    So where `backend` leaves the choice, and pages have the model's dtype. Takes memory of the GPU, and gives it back.
+    """
+    if backend != "auto" or attention.name != "triton" or device.type != "cuda" or kv_cache_dtype == "fp8":
+        return attention
+    from crossdock.kernels.gpu import long_chunks
+
+    found = long_chunks.installed(torch.cuda.get_device_capability(device))
+    chosen = long_chunks.faster_package(found, device, partial(long_chunks.seconds_on, device))
+    if found:
+        torch.cuda.empty_cache()
+    if chosen is None:
+        return attention
+    return replace(attention, paged_attention=partial(long_chunks.paged_attention, chosen))
+
+
 def in_fixed_order(attention: Attention) -> Attention:
     """Return attention whose rows have the same bits in any batch. ValueError: this implementation has none."""
     if attention.name == "cpp":

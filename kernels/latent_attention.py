@@ -57,8 +57,8 @@ def latent_attention(
         return _absorbed(paged_attention, q, pages, batch, up, scale, scales)
     out = q.new_empty(len(q), len(up.weight), up.value_dim)
     if D > 0:
-        out[:D] = _absorbed(paged_attention, q[:D], pages, _decodes(batch), up, scale, scales)
-    _expand(paged_attention, q[D:], pages, _chunks(batch), up, scale, k_scale, out[D:])
+        out[:D] = _absorbed(paged_attention, q[:D], pages, batch.decodes(), up, scale, scales)
+    _expand(paged_attention, q[D:], pages, batch.chunks(), up, scale, k_scale, out[D:])
     return out
 
 
@@ -115,7 +115,7 @@ def _expand(
     latents = rows[..., :R]
     rotated = rows[..., None, :, R:]
     places = torch.arange(table.numel(), dtype=torch.int32, device=q.device).view(table.shape)
-    batch = replace(batch, page_table=places)
+    batch = replace(batch, page_table=places, derived={})
     bytes_of_head = rows.shape[0] * page_size * (key_dim + 2 * up.weight.shape[1]) * q.itemsize
     step = max(1, _EXPANDED_BYTES // bytes_of_head)
     for first in range(0, H, step):
@@ -135,22 +135,3 @@ def _read(pages: Tensor, numbers: Tensor, scale: Tensor | None, dtype: torch.dty
         return pages[numbers, 0]
     codes = pages.view(torch.uint8)[numbers, 0].view(pages.dtype)
     return (codes.float() * scale).to(dtype)
-
-
-def _decodes(batch: AttentionBatch) -> AttentionBatch:
-    """Return the decodes at the front of the batch as a batch of their own."""
-    D = batch.num_decodes
-    starts = batch.query_start[: D + 1]
-    lengths = batch.kv_len[:D]
-    table = batch.page_table[:D]
-    return AttentionBatch(starts, lengths, table, batch.slots[:D], 1, batch.max_kv_len, D, batch.derived)
-
-
-def _chunks(batch: AttentionBatch) -> AttentionBatch:
-    """Return the chunks behind the decodes as a batch of their own. The host of a GPU waits for nothing."""
-    D = batch.num_decodes
-    longest = batch.max_kv_len if batch.max_chunk_kv_len is None else batch.max_chunk_kv_len
-    starts = batch.query_start[D:] - D
-    lengths = batch.kv_len[D:]
-    table = batch.page_table[D:]
-    return AttentionBatch(starts, lengths, table, batch.slots[D:], batch.max_query_len, longest, 0)

@@ -2,11 +2,13 @@
 
 import importlib.util
 from collections.abc import Mapping
+from pathlib import Path
 
-_PACKAGES: Mapping[str, tuple[str, ...]] = {
+PACKAGES: Mapping[str, tuple[str, ...]] = {
     "triton": ("triton",),
     "flash_attn": ("flash_attn",),
     "flash_attn_3": ("flash_attn_interface",),
+    "flash_attn_4": ("flash_attn.cute",),  # of long chunks, see long_chunks.py
     # Triton: for stores, and for steps that are CUDA graphs.
     "flashinfer": ("flashinfer", "triton"),
 }
@@ -19,20 +21,27 @@ def require_backend(backend: str, *, is_on_cpu: bool) -> None:
     Raises:
         ValueError: it cannot; the message names what is missing.
     """
-    for package in _PACKAGES.get(backend, ()):
+    for package in PACKAGES.get(backend, ()):
         if not has_package(package):
             raise ValueError(
                 f"attention_backend {backend}: the package {package} is not installed; auto chooses an installed one"
             )
-    if backend in _PACKAGES and is_on_cpu and not triton_is_interpreted():
+    if backend in PACKAGES and is_on_cpu and not triton_is_interpreted():
         raise ValueError(
             f"attention_backend {backend} needs a GPU, and the model is on a CPU; auto and torch run there"
         )
 
 
 def has_package(package: str) -> bool:
-    """Return whether a package is installed."""
-    return importlib.util.find_spec(package) is not None
+    """Return whether a package is installed. `a.b` is a folder b of a package a, which is not imported for that.
+
+    A folder that only holds packages, as flash-attn-4 leaves the one of flash-attn, is none itself.
+    """
+    package, _, part = package.partition(".")
+    spec = importlib.util.find_spec(package)
+    if spec is None or not part:
+        return spec is not None and spec.origin is not None
+    return any((Path(folder) / part).is_dir() for folder in spec.submodule_search_locations or ())
 
 
 def triton_is_interpreted() -> bool:

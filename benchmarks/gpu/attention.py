@@ -172,6 +172,9 @@ def prefills(bench: Bench) -> Iterator[Case]:
         name = f"chunk {tokens} at {start} + {bench.sizes.streams} decodes, as recorded"
         yield Case(name, partial(_recorded, bench, start, tokens))
     yield Case(f"store_kv of {bench.sizes.stored} tokens", partial(_store, bench))
+    for package in packages(bench):
+        for name, lengths in bench.sizes.prefills.items():
+            yield Case(f"{name}, {package.name} over our pages", partial(_packaged, bench, lengths, package))
     for name, lengths in bench.sizes.prefills.items():
         if len(lengths) == 1 and lengths[0][0] == lengths[0][1]:
             yield Case(f"{name}, torch's SDPA", partial(_sdpa_prefill, bench, lengths[0][0]))
@@ -182,6 +185,26 @@ def _prefill(bench: Bench, lengths: Lengths) -> Figures:
     layers = PagedLayers(bench, lengths)
     ours = bench.device.replayed(*layers.attention(kernels_of(bench).paged_attention)[:4])
     return {"us": ours * 1e6, "of_peak": _flop(bench.sizes, lengths) / ours / bench.peak}
+
+
+def packages(bench: Bench) -> list[Any]:
+    """Return the packages of attention that `auto` may take for long chunks; in a dry run none."""
+    if bench.sizes.is_dry:
+        return []
+    from crossdock.kernels.gpu.long_chunks import installed
+
+    return installed(torch.cuda.get_device_capability())
+
+
+def _packaged(bench: Bench, lengths: Lengths, package: Any) -> Figures:
+    """Time a package, kernel by kernel as a step with long chunks runs it, and compare it with Triton's kernels."""
+    layers = PagedLayers(bench, lengths)
+    ours, theirs = (layers.attention(attend) for attend in (kernels_of(bench).paged_attention, package.paged_attention))
+    expected = ours[0]()
+    error = float((theirs[0]() - expected).norm() / expected.norm())
+    seconds, own = (bench.device.timed(each[0]) for each in (theirs, ours))
+    peak = _flop(bench.sizes, lengths) / seconds / bench.peak
+    return {"us": seconds * 1e6, "of_peak": peak, "triton_over_it": own / seconds, "relative_error": error}
 
 
 def _recorded(bench: Bench, start: int, tokens: int) -> Figures:

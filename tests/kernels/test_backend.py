@@ -4,6 +4,7 @@ import importlib.util
 import logging
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -96,18 +97,44 @@ def flash_attn(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]
         calls.append(options)
         return longhand(q, k_cache, v_cache, cu_seqlens_q, cache_seqlens.tolist(), page_table, options)
 
+    def of_version_4(
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        *,
+        cu_seqlens_q: Tensor,
+        seqused_k: Tensor,
+        max_seqlen_q: int,
+        page_table: Tensor,
+        **options: Any,
+    ) -> tuple[Tensor, None]:
+        assert seqused_k.dtype == torch.int32
+        assert cu_seqlens_q.is_contiguous()
+        assert seqused_k.is_contiguous()
+        assert page_table.stride(1) == 1
+        assert page_table.shape[0] == len(seqused_k) == len(cu_seqlens_q) - 1
+        assert max_seqlen_q == int(cu_seqlens_q.diff().max())
+        assert set(options) <= {"softmax_scale", "causal", "window_size", "softcap"}
+        assert all(stride * x.itemsize % 16 == 0 for x in (k, v) for stride in x.stride()[:-1]), (
+            "else it copies the pool"
+        )
+        calls.append(options)
+        return longhand(q, k, v, cu_seqlens_q, seqused_k.tolist(), page_table, options), None
+
     module: Any = ModuleType("flash_attn")
     module.flash_attn_varlen_func = flash_attn_varlen_func
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute := ModuleType("flash_attn.cute"))
+    cute.__dict__["flash_attn_varlen_func"] = of_version_4
     monkeypatch.setitem(sys.modules, "flash_attn", module)
     module = ModuleType("flash_attn_interface")
     module.flash_attn_with_kvcache = flash_attn_with_kvcache
     monkeypatch.setitem(sys.modules, "flash_attn_interface", module)
     has_package = packages.has_package
-    names = ("flash_attn", "flash_attn_interface")
+    names = ("flash_attn", "flash_attn_interface", "flash_attn.cute")
     monkeypatch.setattr(packages, "has_package", lambda package: package in names or has_package(package))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     yield calls
-    for name in ("flash_attention", "flash_attention_3"):
+    for name in ("flash_attention", "flash_attention_3", "flash_attention_4"):
         sys.modules.pop(f"crossdock.kernels.gpu.{name}", None)
 
 
@@ -212,6 +239,35 @@ def test_flash_attn_gets_valid_arguments_and_matches_longhand(
     case.pool.zero_()  # the replacement multiplies masked elements too
     check(case, chosen.paged_attention)
     assert len(flash_attn) == 1
+
+
+@pytest.mark.parametrize("shape", [{}, {"window": 24}, {"softcap": 3.0}, {"q_heads": 9, "kv_heads": 3}], ids=str)
+def test_flash_attn_4_gets_valid_arguments_and_matches_longhand(
+    flash_attn: list[dict[str, Any]], shape: dict[str, Any], seed: int
+) -> None:
+    pytest.importorskip("triton", reason="needs Triton: pip install triton")
+    from crossdock.kernels.gpu import long_chunks
+
+    (package,) = (each for each in long_chunks.installed((9, 0)) if each.name == "flash_attn_4")
+    case = Case([(3, 20), (40, 90), (17, 17)], seed=seed, **shape)
+    case.pool.zero_()  # the replacement multiplies masked elements too
+    check(case, package.paged_attention)
+    assert len(flash_attn) == 1
+    assert [each.name for each in long_chunks.installed((9, 0))] == ["flash_attn_3", "flash_attn_4"]
+    assert [each.name for each in long_chunks.installed((10, 0))] == ["flash_attn_4"]
+    assert not long_chunks.installed((8, 9)), "its kernels read no pages before Hopper"
+
+
+def test_folder_that_holds_packages_is_no_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """flash-attn-4 leaves a folder `flash_attn` without a file of its own."""
+    (tmp_path / "holds_packages" / "cute").mkdir(parents=True)
+    (tmp_path / "holds_packages" / "cute" / "__init__.py").write_text("raise ImportError")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert not packages.has_package("holds_packages")
+    assert packages.has_package("holds_packages.cute")
+    assert not packages.has_package("holds_packages.other")
+    assert not packages.has_package("no_such_package.cute")
+    assert packages.has_package("torch")
 
 
 @pytest.mark.parametrize("shape", [{}, {"window": 24}, {"softcap": 3.0}, {"q_heads": 9, "kv_heads": 3}], ids=str)

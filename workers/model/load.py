@@ -10,7 +10,7 @@ from torch import nn
 from transformers import GenerationConfig, PretrainedConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from crossdock.kernels.backend import choose_attention, in_fixed_order, require_working
+from crossdock.kernels.backend import choose_attention, in_fixed_order, require_working, with_long_chunks
 from crossdock.kernels.packages import has_package
 from crossdock.workers.model.architecture import attention_names, is_multimodal, recurrent_layers, text_config
 from crossdock.workers.model.context_length import longest_request
@@ -70,6 +70,8 @@ def load_model(
     attention = choose_attention(spec.attention_backend, torch.device(device), spec.kv_cache_dtype, spec.cpu_kernels)
     used_by_others = used_by_all_but_torch() if device != "cpu" else 0
     require_working(attention, torch.device(device))  # takes memory of the GPU, so it comes second
+    if not spec.batch_invariant:
+        attention = with_long_chunks(attention, spec.attention_backend, torch.device(device), spec.kv_cache_dtype)
     require_loader(spec.load_format)
     config = read_config(path)
     refuse_by_config(config)

@@ -1,4 +1,5 @@
 """Compile the Triton kernels for GPUs of compute capabilities such as 80 90, the arguments. Compiling needs no GPU.
+With `--all` before them, every variant of a kernel for each.
 
 Prints what each kernel needs. Refuses kernels that spill registers beyond a bound, or take more shared memory than such
 GPUs have. test_triton_launches.py runs this as a process of its own: in the process of a test, Triton interprets
@@ -63,6 +64,7 @@ class Gpu:
     """GPUs of one compute capability, 90 for 9.0."""
 
     capability: int
+    has_all: bool = False  # variants, whatever the capability
 
     @property
     def has_e4m3(self) -> bool:
@@ -72,7 +74,7 @@ class Gpu:
         """Return the cases to compile here: all on `STRICTEST`, elsewhere the first `everywhere`, one of each kernel.
 
         So a cold cache costs half of the seconds."""
-        return cases if self.capability in STRICTEST else cases[:everywhere]
+        return cases if self.has_all or self.capability in STRICTEST else cases[:everywhere]
 
     def check(
         self, kernel: Any, constants: Mapping[str, Any], num_warps: int = 4, num_stages: int = 3, other: str = "i32"
@@ -128,6 +130,8 @@ def check_attention(gpu: Gpu) -> None:
         ],
         everywhere=2,
     ):
+        if features.get("HAS_SCALES") and not gpu.has_e4m3:
+            continue
         tiles = attention.tiles_for(dim, dim, 2, has_chunks, is_hopper=gpu.capability == 90)
         tiles = attention.with_rows_for(tiles, features.pop("few", tiles.rows))
         constants = {"GROUP": group, "BLOCK_N": tiles.tokens, "ROWS": tiles.rows, **attention.block_widths(dim, dim)}
@@ -239,7 +243,8 @@ def check_experts(gpu: Gpu) -> None:
 
 
 if __name__ == "__main__":
-    for argument in sys.argv[1:]:
+    arguments = [argument for argument in sys.argv[1:] if argument != "--all"]
+    for argument in arguments:
         checks = check_attention, check_layer_steps, check_sampling, check_fixed_order, check_low_rank, check_experts
         for check_some in (*checks, check_e4m3):
-            check_some(Gpu(int(argument)))
+            check_some(Gpu(int(argument), has_all=len(arguments) < len(sys.argv) - 1))

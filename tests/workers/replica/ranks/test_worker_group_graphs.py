@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
+from crossdock.kernels.packages import triton_is_interpreted
+from crossdock.workers.model import load
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.graphs import recording
 from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs
@@ -19,6 +21,7 @@ from crossdock.workers.model.graphs.mixed_graphs import MixedGraphs
 from crossdock.workers.model.graphs.recording import Record
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.load import load_model
+from crossdock.workers.model.lora.adapters import Adapters
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.sampling import heads
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
@@ -28,9 +31,10 @@ from crossdock.workers.replica.ranks.rank_socket import WorkerGroupAddress
 from crossdock.workers.replica.serving.follower import follow
 from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.workers.architectures import build
+from tests.workers.lora_oracle import tuned
 from tests.workers.ranks import Ranks, saved
 from tests.workers.replica.engine.test_pipeline import CLASSES, KINDS, MORE_KINDS, served, submissions
-from tests.workers.replica.engines import run, tokens_of
+from tests.workers.replica.engines import greedy, run, tokens_of
 from tests.workers.replica.speculating import fixed
 from tests.workers.worker_groups import SETTINGS, engine_of_ranks
 
@@ -88,6 +92,17 @@ def follow_recording(
         steps = stand_in(patch, fails)
         follow(spec, rank, address)
         return steps
+
+
+def in_triton(patch: pytest.MonkeyPatch) -> None:
+    """Have models that this process loads compute adapters in Triton, as on a GPU; here it is interpreted."""
+    patch.setattr(load, "Adapters", lambda *given, **named: Adapters(*given, **(named | {"in_triton": True})))
+
+
+def follow_with_adapters(spec: ReplicaSpec, rank: int, address: WorkerGroupAddress) -> list[tuple[str, int]]:
+    with pytest.MonkeyPatch.context() as patch:
+        in_triton(patch)
+        return follow_recording(None, spec, rank, address)
 
 
 def tokens(engine: Engine) -> list[list[int]]:
@@ -155,6 +170,28 @@ def test_all_ranks_verify_drafts_in_recorded_steps(ranks: Ranks, path: Path, mon
     assert answers[0][-len(ours) :] == ours
     assert {kind for kind, _ in ours} == {"decodes", "mixed"}
     assert max(rows for kind, rows in ours if kind == "decodes") > 8, "streams verify drafts"
+
+
+@pytest.mark.skipif(not triton_is_interpreted(), reason="needs Triton, interpreted: pip install triton")
+def test_all_ranks_replay_steps_with_adapters(ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each rank adds its part of an adapter in its graph. The tokens are PEFT's."""
+    module = build("llama", {"num_hidden_layers": 1})
+    first, second = (tuned(module, tmp_path / f"{number}", number, r=3 + number) for number in range(2))
+    path = saved(module, tmp_path / "model")
+    works = {"first": (first, [7, 3, 9]), "second": (second, [20 + at for at in range(12)])}
+    in_triton(monkeypatch)
+    steps, answers = stand_in(monkeypatch), list[Any]()
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "rank_timeout_s": 900.0, "start_timeout_s": 900.0}
+    options: dict[str, Any] = {"enable_lora": True, "max_loras": 2} | limits
+    with engine_of_ranks(ranks, path, 2, 1, follow_with_adapters, answers, **options) as engine:
+        del steps[:]  # those of the check at load
+        for name, (one, prompt) in works.items():
+            engine.add(Submission(name, prompt, greedy(3), adapter=one.adapter))
+        found = {name: tokens_of(deltas) for name, deltas in run(engine).items()}
+        ours = list(steps)
+    assert found == {name: one.greedy(prompt, 3) for name, (one, prompt) in works.items()}
+    assert answers[0][-len(ours) :] == ours
+    assert {kind for kind, _ in ours} == {"decodes", "mixed"}, "no step runs kernel by kernel"
 
 
 def test_steps_ahead_give_the_tokens_of_steps_in_turn(
