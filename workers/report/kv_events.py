@@ -13,14 +13,14 @@ from msgspec import Struct
 from msgspec.msgpack import Encoder
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from crossdock.workers.schedule.memory.page_events import PageEvent, RemovedPages, StoredPages
+from crossdock.workers.schedule.memory.page_events import PageEvent, RemovedPages, StoredPages, TieredPages
 from crossdock.workers.schedule.request.page_hashes import PageHash
 
 NEEDS_PYZMQ = (
     "kv_events_config: events need pyzmq, which is not installed; pip install 'crossdock[kv-events]', or leave it out"
 )
 _ENDPOINT = r"tcp://[^\s/]+:\d{1,5}|ipc://\S+"
-_MEDIUM = "GPU"  # vLLM's word for the pool that steps read, on CPUs too
+_MEDIA = {"": "GPU", "host": "CPU", "files": "STORAGE"}  # vLLM's words. GPU: the pool that steps read, on CPUs too
 _SALT_BYTES = 16
 
 
@@ -139,9 +139,12 @@ def _event(event: PageEvent, page_size: int) -> Event:
         parent = None if event.parent is None else _number(event.parent)
         hashes = [_number(each) for each in event.hashes]
         name = event.adapter or None
-        return BlockStored(hashes, parent, event.token_ids, page_size, None, _MEDIUM, name, _extra_keys(event))
+        return BlockStored(hashes, parent, event.token_ids, page_size, None, _MEDIA[""], name, _extra_keys(event))
     if isinstance(event, RemovedPages):
-        return BlockRemoved([_number(each) for each in event.hashes], _MEDIUM)
+        return BlockRemoved([_number(each) for each in event.hashes], _MEDIA[event.tier])
+    if isinstance(event, TieredPages):
+        # As vLLM's offloaded blocks: the reader knows their tokens from when they were stored in a pool.
+        return BlockStored([_number(each) for each in event.hashes], None, (), 0, None, _MEDIA[event.tier], None)
     return AllBlocksCleared()
 
 

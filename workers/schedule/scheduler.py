@@ -122,6 +122,9 @@ class Scheduler:
         self.handoff = Handoff(table, self.forecast)
         self.awaited = Awaited(table)
         self.loading = TierLoading(table, self.forecast, self.awaited, tiers or TierPages())
+        if pages.prefixes.events is not None:
+            for tier in self.loading.tiers.tiers:
+                tier.announce_in(pages.prefixes.events)
         self.adapters = AdapterSlots(table, max_loras)
         self.borrowed = BorrowedPrefixes(table, self.forecast, self.awaited)
         self._states = RecurrentStates(table, self.forecast) if pages.state_pages else NO_STATES

@@ -8,7 +8,13 @@ from msgspec.msgpack import Decoder, decode
 from pydantic import ValidationError
 
 from crossdock.workers.report.kv_events import KVEventsConfig, encode, offset_port
-from crossdock.workers.schedule.memory.page_events import ClearedPages, PageEvent, RemovedPages, StoredPages
+from crossdock.workers.schedule.memory.page_events import (
+    ClearedPages,
+    PageEvent,
+    RemovedPages,
+    StoredPages,
+    TieredPages,
+)
 
 HASHES = [bytes(range(16)), b"\xff" * 16]
 NUMBERS = [0x08090A0B0C0D0E0F, 2**64 - 1]
@@ -72,6 +78,16 @@ def test_vllms_types_read_each_event() -> None:
         BlockStored([*NUMBERS], 1, [1, 2, 3, 4], 2, None, "GPU", None),
         BlockRemoved([NUMBERS[0]], "GPU"),
         AllBlocksCleared(),
+    ]
+
+
+def test_pages_in_tiers_have_vllms_media_and_no_tokens() -> None:
+    """As its offloading connector has them: a reader looks up what it knows of the hashes."""
+    events = read(TieredPages(HASHES, "host"), TieredPages(HASHES[:1], "files"), RemovedPages(HASHES[1:], "host"))
+    assert events == [
+        BlockStored([*NUMBERS], None, [], 0, None, "CPU", None),
+        BlockStored(NUMBERS[:1], None, [], 0, None, "STORAGE", None),
+        BlockRemoved(NUMBERS[1:], "CPU"),
     ]
 
 

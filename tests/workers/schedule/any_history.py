@@ -601,6 +601,8 @@ class AnyHistory(RuleBasedStateMachine):
         if hasattr(self, "scheduler") and (events := self.pages.prefixes.events) is not None:
             self.reader.read(events.take())
             assert self.reader.hashes == set(self.pages.prefixes.findable())
+            for tier in self.scheduler.loading.tiers.tiers:
+                assert self.reader.in_tiers[tier.name] == {key.page_hash for key in tier.pages if not key.group}
 
     @invariant()
     def steps_in_flight_write_to_pages_of_their_own(self) -> None:

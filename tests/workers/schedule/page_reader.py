@@ -1,18 +1,20 @@
 """A reader of page events, as routers outside the cluster have one: it knows the index from the events alone."""
 
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from crossdock.workers.schedule.memory.page_events import ClearedPages, PageEvent, RemovedPages, StoredPages
+from crossdock.workers.schedule.memory.page_events import ClearedPages, PageEvent, RemovedPages, StoredPages, TieredPages
 
 
 class PageReader:
-    """The hashes of the pages that are cached, as the events tell."""
+    """The hashes of the pages that are cached, and of those in each tier, as the events tell."""
 
     def __init__(self, page_size: int) -> None:
         self.page_size = page_size
         self.hashes: set[bytes] = set()
+        self.in_tiers: defaultdict[str, set[bytes]] = defaultdict(set)
         self.num_stored = 0
 
     def read(self, events: Sequence[PageEvent]) -> None:
@@ -20,8 +22,13 @@ class PageReader:
             if isinstance(event, ClearedPages):
                 self.hashes.clear()
             elif isinstance(event, RemovedPages):
-                assert self.hashes.issuperset(event.hashes), "a page is removed that was never stored"
-                self.hashes.difference_update(event.hashes)
+                held = self.in_tiers[event.tier] if event.tier else self.hashes
+                assert held.issuperset(event.hashes), "a page is removed that was never stored"
+                held.difference_update(event.hashes)
+            elif isinstance(event, TieredPages):
+                assert self.hashes.issuperset(event.hashes), "a page comes to a tier, and its tokens are not known"
+                assert self.in_tiers[event.tier].isdisjoint(event.hashes), "a page comes to a tier twice"
+                self.in_tiers[event.tier].update(event.hashes)
             else:
                 self._store(event)
 

@@ -1,4 +1,4 @@
-"""Takes down the events of the pages of a prefix index, in order, for readers outside the cluster."""
+"""Takes down the events of the pages of a prefix index and of the tiers below it, in order, for readers outside."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -23,23 +23,32 @@ class StoredPages:
 
 @dataclass(slots=True)
 class RemovedPages:
-    """Pages that have left the index."""
+    """Pages that have left the index, or a tier."""
 
     hashes: list[PageHash]
+    tier: str = ""  # its name; empty: the index
+
+
+@dataclass(slots=True)
+class TieredPages:
+    """Pages that came to a tier."""
+
+    hashes: list[PageHash]
+    tier: str
 
 
 class ClearedPages:
-    """All pages have left the index at once."""
+    """All pages have left the index at once. Those of tiers stay."""
 
 
-PageEvent: TypeAlias = StoredPages | RemovedPages | ClearedPages
+PageEvent: TypeAlias = StoredPages | RemovedPages | TieredPages | ClearedPages
 
 
 @dataclass(slots=True)
 class PageEvents:
     """The events of the first group of layers, which has no window if any group has none.
 
-    Somebody takes them after each step: nothing else bounds their number.
+    A page that a tier takes when it is evicted comes to the tier before it leaves the index. Somebody takes them after each step: nothing else bounds their number.
     """
 
     page_size: int  # tokens
@@ -53,16 +62,24 @@ class PageEvents:
                 self._stored_run(request, numbers[begin], numbers[end - 1] + 1)
                 begin = end
 
-    def removed(self, page_hash: PageHash) -> None:
-        """Note a page that has left the index."""
-        if self._events and isinstance(last := self._events[-1], RemovedPages):
+    def removed(self, page_hash: PageHash, tier: str = "") -> None:
+        """Note a page that has left the index, or the tier of that name."""
+        if self._events and isinstance(last := self._events[-1], RemovedPages) and last.tier == tier:
             last.hashes.append(page_hash)
         else:
-            self._events.append(RemovedPages([page_hash]))
+            self._events.append(RemovedPages([page_hash], tier))
+
+    def tiered(self, page_hash: PageHash, tier: str) -> None:
+        """Note a page that came to the tier of that name."""
+        if self._events and isinstance(last := self._events[-1], TieredPages) and last.tier == tier:
+            last.hashes.append(page_hash)
+        else:
+            self._events.append(TieredPages([page_hash], tier))
 
     def cleared(self) -> None:
-        """Note that all pages leave the index. What happened before does not matter any more."""
-        self._events = [ClearedPages()]
+        """Note that all pages leave the index. What happened to it before does not matter any more."""
+        of_tiers = [each for each in self._events if isinstance(each, TieredPages | RemovedPages) and each.tier]
+        self._events = [ClearedPages(), *of_tiers]
 
     def take(self) -> list[PageEvent]:
         """Return the events since the last call."""

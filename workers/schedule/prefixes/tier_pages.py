@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import Literal, NamedTuple, TypeAlias
 
+from crossdock.workers.schedule.memory.page_events import PageEvents
 from crossdock.workers.schedule.memory.prefix_index import HashChanges
 from crossdock.workers.schedule.request.page_hashes import PageHash
 
@@ -72,6 +73,13 @@ class PageTier:
     num_loads: int = 0
     num_misses: int = 0  # loads of pages that were lost or wrong
     changes: HashChanges = field(default_factory=HashChanges)  # of the first group of layers, as of a pool
+    _events: PageEvents | None = None  # of the first group too; None: no process outside the cluster reads them
+
+    def announce_in(self, events: PageEvents) -> None:
+        """Have the events of the pages taken down from now on, after those of the newest pages that lie here."""
+        self._events = events
+        for page_hash in self.findable():
+            events.tiered(page_hash, self.name)
 
     def hold(self, keys: Iterable[PageKey]) -> None:
         """Note pages that lie here now, stored by this replica or by another."""
@@ -80,6 +88,8 @@ class PageTier:
                 self.pages[key] = None
                 if not key.group:
                     self.changes.note(key.page_hash, came=True)
+                    if self._events is not None:
+                        self._events.tiered(key.page_hash, self.name)
 
     def drop(self, keys: Iterable[PageKey]) -> None:
         """Note pages that do not lie here any more."""
@@ -88,6 +98,8 @@ class PageTier:
                 del self.pages[key]
                 if not key.group:
                     self.changes.note(key.page_hash, came=False)
+                    if self._events is not None:
+                        self._events.removed(key.page_hash, self.name)
 
     def findable(self) -> list[PageHash]:
         """Return the hashes of the pages of the first group that came last, the newest at the end."""

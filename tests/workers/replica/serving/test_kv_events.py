@@ -181,7 +181,7 @@ async def test_events_of_a_served_replica_are_those_of_its_index() -> None:
             await driven.run("b", 50)
             await driven.thread.call(_nothing)
             index = driven.engine.pages.prefixes
-            held = {int.from_bytes(each[-8:], "big") for each in index.findable()}
+            held = {_number(each) for each in index.findable()}
             stored = [each for each in reader.read_until(publisher) if each["type"] == "BlockStored"]
             assert {each for event in stored for each in event["block_hashes"]} == held
             size = driven.engine.config.page_size
@@ -195,6 +195,38 @@ async def test_events_of_a_served_replica_are_those_of_its_index() -> None:
         assert driven.metric("crossdock_kv_event_batches", outcome="lost") == 0
 
 
+async def test_events_of_a_served_replica_say_which_pages_its_host_memory_has() -> None:
+    """Without a cost every evicted page is stored."""
+    small = {"kv_cache_memory": 200 << 10, "max_num_seqs": 1, "kv_cache_host_memory": 64 << 10, "is_warm": False}
+    async with driving(kv_events_config=ANY_PORT | {"replay_endpoint": None}, **small) as driven:
+        publisher = driven.thread.kv_events
+        assert publisher is not None
+        with socket(zmq.SUB, publisher.endpoint) as found:
+            reader = Subscriber(found)
+            reader.join(publisher)
+            for name in ("a", "b", "c", "d"):
+                await driven.run(name, 100)
+            await driven.thread.call(_nothing)
+            held: dict[str, set[int]] = {"GPU": set(), "CPU": set()}
+            came: dict[str, int] = {"GPU": 0, "CPU": 0}
+            for event in reader.read_until(publisher):
+                hashes = set(event["block_hashes"])
+                if event["type"] == "BlockStored":
+                    came[event["medium"]] += len(hashes)
+                    held[event["medium"]] |= hashes
+                    assert event["medium"] == "GPU" or held["GPU"] >= hashes, "no reader knows the tokens"
+                else:
+                    held[event["medium"]] -= hashes
+            [host] = driven.engine.scheduler.loading.tiers.tiers
+            assert held["CPU"] == {_number(key.page_hash) for key in host.pages}
+            assert held["GPU"] == {_number(each) for each in driven.engine.pages.prefixes.findable()}
+            assert came["CPU"] > len(held["CPU"]) > 0, "some have given way"
+
+
+def _number(page_hash: bytes) -> int:
+    return int.from_bytes(page_hash[-8:], "big")
+
+
 async def test_decode_replica_publishes_the_pages_that_came_to_it() -> None:
     events = {"kv_events_config": ANY_PORT | {"replay_endpoint": None}}
     async with pair("tcp", **events) as (prefill, decode_side):
@@ -205,7 +237,7 @@ async def test_decode_replica_publishes_the_pages_that_came_to_it() -> None:
             reader.join(publisher)
             await ship(prefill, decode_side, submission(prompts()[6]))
             await decode_side.thread.call(_nothing)
-            held = {int.from_bytes(each[-8:], "big") for each in decode_side.engine.pages.prefixes.findable()}
+            held = {_number(each) for each in decode_side.engine.pages.prefixes.findable()}
             assert held
             stored = [each for each in reader.read_until(publisher) if each["type"] == "BlockStored"]
             assert {each for event in stored for each in event["block_hashes"]} == held

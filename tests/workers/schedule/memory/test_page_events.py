@@ -1,7 +1,14 @@
 """Events of cached pages: in runs, with their tokens, and in order. Any history is in test_any_history.py."""
 
-from crossdock.workers.schedule.memory.page_events import ClearedPages, PageEvents, RemovedPages, StoredPages
+from crossdock.workers.schedule.memory.page_events import (
+    ClearedPages,
+    PageEvents,
+    RemovedPages,
+    StoredPages,
+    TieredPages,
+)
 from crossdock.workers.schedule.memory.pages import PagePool
+from crossdock.workers.schedule.prefixes.tier_pages import PageKey, PageTier
 from crossdock.workers.schedule.request.request import Request
 from crossdock.workers.schedule.request.submission import Adapter, Submission
 from tests.workers.schedule.page_reader import PageReader
@@ -67,6 +74,31 @@ def test_cleared_cache_is_one_event() -> None:
     pool.block_pool.clear_cache()
     [only] = events.take()
     assert isinstance(only, ClearedPages)
+
+
+def test_pages_of_a_tier_that_was_filled_before_are_announced_and_then_each_change() -> None:
+    events = PageEvents(SIZE)
+    tier = PageTier("files", 1.0, 1.0)
+    first, second, third = (bytes([number]) * 16 for number in range(3))
+    tier.hold([PageKey(0, first), PageKey(0, second), PageKey(1, third)])
+    tier.announce_in(events)
+    assert events.take() == [TieredPages([first, second], "files")]
+    tier.lost(PageKey(0, first))
+    tier.stored(PageKey(0, third), None)
+    tier.stored(PageKey(0, third), None)
+    assert events.take() == [RemovedPages([first], "files"), TieredPages([third], "files")]
+
+
+def test_cleared_cache_leaves_the_pages_of_tiers() -> None:
+    events = PageEvents(SIZE)
+    pool = PagePool(8, SIZE, events=events)
+    pool.release(fill(pool, "a", [1] * 8).owner)
+    events.tiered(b"page", "host")
+    pool.block_pool.clear_cache()
+    events.removed(b"page", "host")
+    cleared, *of_tier = events.take()
+    assert isinstance(cleared, ClearedPages)
+    assert of_tier == [TieredPages([b"page"], "host"), RemovedPages([b"page"], "host")]
 
 
 def test_events_name_the_adapter_and_the_salt_of_their_request() -> None:
