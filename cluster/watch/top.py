@@ -37,6 +37,7 @@ _BAR = 30  # cells of the KV bar
 _PANELS = 2  # replicas that always have a panel of their own
 _FLEET_LINES = 14  # of a screen of many replicas, beside its rows and its requests
 _TENANTS = 6  # tenants shown: the ones charged most
+_SOURCES = {"pool": "pool", "host": "host memory", "files": "files", "replica": "other replicas"}  # of cached tokens
 
 
 def top(
@@ -268,7 +269,8 @@ def _replica(replica: str, pool: str, now: Scrape, change: Scrape) -> Renderable
     preempted = _number(now.total(scrape.PREEMPTIONS, **which))
     pages = now.by(scrape.PAGES, "state", **which)
     lines = [Text.assemble(("KV pages  ", "dim"), _pages(pages), f"   preempted {preempted}")]
-    if now.total(scrape.ARRIVED_TOKENS, **which):
+    sources = now.by(scrape.CACHED_TOKENS, "source", **which)
+    if sum(sources.values()) > sources.get("pool", 0.0):
         lines.append(Text.assemble(("cached    ", "dim"), _sources(change, which)))
     if now.total(scrape.DRAFT_TOKENS, **which):
         drafted, accepted = (change.total(name, **which) for name in (scrape.DRAFT_TOKENS, scrape.ACCEPTED_TOKENS))
@@ -293,12 +295,10 @@ def _replica(replica: str, pool: str, now: Scrape, change: Scrape) -> Renderable
 
 def _sources(change: Scrape, which: Mapping[str, str]) -> str:
     """Return where the cached tokens came from: the pool, a tier below it, or another replica."""
-    arrived = change.by(scrape.ARRIVED_TOKENS, "source", **which)
-    pool = max((change.total(scrape.CACHED_TOKENS, **which) or 0.0) - sum(arrived.values()), 0.0)
-    names = {"host": "host memory", "files": "files", "replica": "other replicas"}
-    tokens = {"pool": pool, **{text: arrived.get(name, 0.0) for name, text in names.items()}}
+    cached = change.by(scrape.CACHED_TOKENS, "source", **which)
     seconds = change.seconds or 1.0
-    return "tokens/s from " + " · ".join(f"{name} {_number(round(each / seconds, 1))}" for name, each in tokens.items())
+    rates = [f"{text} {_number(round(cached.get(name, 0.0) / seconds, 1))}" for name, text in _SOURCES.items()]
+    return "tokens/s from " + " · ".join(rates)
 
 
 def _rows(rows: Mapping[str, Sequence[str]], pools: Mapping[str, str], now: Scrape, change: Scrape) -> RenderableType:

@@ -59,6 +59,8 @@ _INFO = "crossdock_kv_cache_info"
 _SLEEP = "crossdock_sleep_level"
 _COMPUTED = "crossdock_prompt_tokens"
 _CACHED = "crossdock_cached_tokens"
+_IN_POOL = ("source", ("pool",))
+_ELSEWHERE = ("source", ("host", "files", "replica"))
 _PHASES = "crossdock_request_phase_seconds"
 _PAGE_LABELS = {
     "page_size": "block_size",
@@ -94,18 +96,33 @@ OF_REPLICAS = (
     _counter("prompt_tokens", "Prompt tokens, computed or cached.", Source(_COMPUTED), Source(_CACHED)),
     _counter(
         "prompt_tokens_by_source",
-        "Prompt tokens by source.",
+        "Prompt tokens by source. external_kv_transfer: their pages lay in a tier or at another replica.",
         Source(_COMPUTED, fixed={"source": "local_compute"}),
-        Source(_CACHED, fixed={"source": "local_cache_hit"}),
+        Source(_CACHED, _IN_POOL, fixed={"source": "local_cache_hit"}),
+        Source(_CACHED, _ELSEWHERE, fixed={"source": "external_kv_transfer"}),
     ),
     _counter("prompt_tokens_cached", "Prompt tokens found in the prefix cache.", Source(_CACHED)),
     _counter(
         "prompt_tokens_cached_by_source",
-        "Cached prompt tokens. Pages of tiers and of other replicas count once they are on the device.",
-        Source(_CACHED, fixed={"source": "device"}),
+        "Cached prompt tokens by where their pages lay.",
+        Source(_CACHED, _IN_POOL, fixed={"source": "device"}),
+        Source(_CACHED, ("source", ("host",)), fixed={"source": "host"}),
+        Source(_CACHED, ("source", ("files",)), fixed={"source": "disk"}),
+        Source(_CACHED, ("source", ("replica",)), fixed={"source": "p2p"}),
     ),
-    _counter("prefix_cache_queries", "Prompt tokens looked up.", Source(_COMPUTED), Source(_CACHED)),
-    _counter("prefix_cache_hits", "Prompt tokens found in the prefix cache.", Source(_CACHED)),
+    _counter("prefix_cache_queries", "Prompt tokens looked up in the pool.", Source(_COMPUTED), Source(_CACHED)),
+    _counter("prefix_cache_hits", "Prompt tokens found in the pool.", Source(_CACHED, _IN_POOL)),
+    _counter(
+        "external_prefix_cache_queries",
+        "Prompt tokens that the pool lacked.",
+        Source(_COMPUTED),
+        Source(_CACHED, _ELSEWHERE),
+    ),
+    _counter(
+        "external_prefix_cache_hits",
+        "Prompt tokens found in tiers and at other replicas.",
+        Source(_CACHED, _ELSEWHERE),
+    ),
     _counter("generation_tokens", "Tokens generated.", Source("crossdock_output_tokens")),
     _counter("spec_decode_num_drafts", "Drafts that steps verified.", Source("crossdock_drafts")),
     _counter("spec_decode_num_draft_tokens", "Drafted tokens.", Source("crossdock_draft_tokens")),

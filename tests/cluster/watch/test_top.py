@@ -32,8 +32,7 @@ class Deployment:
         self.chunks = self._histogram(scrape.CHUNK_TOKENS, (64, 128, 256))
         self.prompt_tokens = self._counter(scrape.PROMPT_TOKENS)
         self.output_tokens = self._counter(scrape.OUTPUT_TOKENS)
-        self.cached_tokens = self._counter(scrape.CACHED_TOKENS)
-        self.arrived_tokens = self._counter(scrape.ARRIVED_TOKENS, "source")
+        self.cached_tokens = self._counter(scrape.CACHED_TOKENS, "source")
         self.pages = self._gauge(scrape.PAGES, "state")
         self.preemptions = self._counter(scrape.PREEMPTIONS)
         self.encoded, self.found = self._counter(scrape.ITEMS_ENCODED), self._counter(scrape.ITEM_HITS)
@@ -49,6 +48,8 @@ class Deployment:
         self.gap = self._histogram(scrape.GAP_SECONDS, (0.02, 0.04, 0.08), "slo_class")
         for state, count in (("free", 500), ("owned", 300), ("cached", 200), ("quarantined", 0)):
             self.pages.labels(state).set(count)
+        for source in ("pool", "host", "files", "replica"):
+            self.cached_tokens.labels(source)
         self.kernels = self._gauge(scrape.CPU_KERNELS, "kernels")
         self.kernels.labels("own below 8 rows, onednn from there").set(1)
         self.charged = self._counter(scrape.CHARGED_SECONDS, "tenant", "slo_class")
@@ -206,13 +207,12 @@ def test_frame_after_two_readings_shows_the_difference() -> None:
 
 def test_frame_shows_where_cached_tokens_came_from_once_some_were_not_in_the_pool() -> None:
     deployment = Deployment()
-    deployment.cached_tokens.inc(500)
+    deployment.cached_tokens.labels("pool").inc(500)
     readings, served, clock = watching(deployment.text())
     readings.poll()
     assert "tokens/s from" not in shown(readings)
-    deployment.cached_tokens.inc(600)
-    deployment.arrived_tokens.labels("host").inc(200)
-    deployment.arrived_tokens.labels("replica").inc(100)
+    for source, tokens in (("pool", 300), ("host", 200), ("replica", 100)):
+        deployment.cached_tokens.labels(source).inc(tokens)
     served["text"], clock.now = deployment.text(), clock.now + 2
     readings.poll()
     line = "cached tokens/s from pool 150 · host memory 100 · files 0 · other replicas 50"

@@ -5,7 +5,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from hashlib import blake2b
 
-from crossdock.workers.schedule.memory.page_events import ClearedPages, PageEvent, RemovedPages, StoredPages, TieredPages
+from crossdock.workers.schedule.memory.page_events import (
+    ClearedPages,
+    PageEvent,
+    RemovedPages,
+    StoredPages,
+    TieredPages,
+)
 
 
 class PageReader:

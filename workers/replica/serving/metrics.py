@@ -35,6 +35,7 @@ _PREFILL_TOKENS = (*_CHUNK_TOKENS, 32768, 65536, 131072)
 _PHASES = ("queue", "prefill", "decode", "inference")
 _KINDS = ("chunks", "decodes", "mixed")
 _ACTIVE = (Status.WAITING, Status.RUNNING, Status.HELD)
+_POOL = "pool"  # value of the label source: the tokens came from nowhere else
 _SHARED = {True: "true", False: "false"}  # values of the label prefill_shared
 
 
@@ -43,6 +44,8 @@ class EngineMetrics:
 
     def __init__(self, engine: Engine) -> None:
         self.registry = CollectorRegistry()
+        self._landed = engine.scheduler.awaited.num_tokens
+        self._counted = Tally[PageSource]()  # of the tokens that have landed, those that a prompt has found
         self._token_bytes = engine.page_bytes * engine.pages.num_groups // engine.config.page_size
         self._define_step_metrics()
         self._define_chunk_metrics()
@@ -129,7 +132,13 @@ class EngineMetrics:
 
     def _define_request_metrics(self) -> None:
         self._prompt_tokens = self._counter("crossdock_prompt_tokens", "Prompt tokens computed.")
-        self._cached_tokens = self._counter("crossdock_cached_tokens", "Prompt tokens found in the prefix cache.")
+        cached = self._counter(
+            "crossdock_cached_tokens",
+            "Prompt tokens found in the prefix cache, by where their pages were: in the pool, in a tier, or at another "
+            "replica.",
+            "source",
+        )
+        self._cached_tokens = {source: cached.labels(source) for source in (_POOL, *get_args(PageSource))}
         self._output_tokens = self._counter("crossdock_output_tokens", "Tokens generated.")
         self._finished = self._counter("crossdock_requests", "Requests ended.", "finish_reason", "slo_class")
         self._refused = self._counter(
@@ -194,7 +203,7 @@ class EngineMetrics:
             # its beginning while its end is loaded finds that end after its first chunk.
             before = timeline.chunks[-2] if timeline.num_chunks > 1 else None
             known = 0 if before is None else before.start + before.num_tokens
-            self._cached_tokens.inc(max(min(chunk.start, timeline.num_prompt_tokens) - known, 0))
+            self._found(max(min(chunk.start, timeline.num_prompt_tokens) - known, 0))
         if progress.num_tokens:
             self._output_tokens.inc(progress.num_tokens)
         for timeline in progress.tokens:
@@ -204,6 +213,15 @@ class EngineMetrics:
                 self._first_token(timeline)
         for timeline in progress.finished:
             self._end(timeline)
+
+    def _found(self, num_tokens: int) -> None:
+        """Count cached tokens of a prompt. As many as have landed and were not found before came from elsewhere."""
+        for source, landed in self._landed.items():
+            count = min(landed - self._counted[source], num_tokens)
+            self._counted[source] += count
+            self._cached_tokens[source].inc(count)
+            num_tokens -= count
+        self._cached_tokens[_POOL].inc(num_tokens)
 
     def aborted(self, timeline: Timeline) -> None:
         """Count a request that was aborted, and the KV bytes that were computed for it."""
@@ -327,9 +345,6 @@ class _Gauges(Collector):
         text = "Requests preempted: their pages went to other requests."
         yield _counter("crossdock_preemptions", text, engine.scheduler.table.num_preemptions)
         yield self._charged()
-        arrived = {source: self._engine.scheduler.awaited.num_tokens[source] for source in get_args(PageSource)}
-        text = "Prompt tokens whose pages came from a tier or from another replica; they are among the cached ones."
-        yield _counter("crossdock_arrived_tokens", text, arrived, "source")
         yield from self._drafts()
         yield from self._pictures()
         yield from self._tiers()

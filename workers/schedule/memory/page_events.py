@@ -48,7 +48,8 @@ PageEvent: TypeAlias = StoredPages | RemovedPages | TieredPages | ClearedPages
 class PageEvents:
     """The events of the first group of layers, which has no window if any group has none.
 
-    A page that a tier takes when it is evicted comes to the tier before it leaves the index. Somebody takes them after each step: nothing else bounds their number.
+    A page that a tier takes when it is evicted comes to the tier before it leaves the index. Somebody takes the events
+    after each step: nothing else bounds their number.
     """
 
     page_size: int  # tokens

@@ -146,7 +146,7 @@ LABELS = {  # label: its values, which the configuration and the code know, and 
     "reason": "[a-z -]+",
     "finish_reason": "stop|length|abort|error|shipped|returned",
     "outcome": "met|missed",
-    "source": "host|files|replica",
+    "source": "pool|host|files|replica",
     "coefficient": "[a-z_]+",
     "chunk": "[a-z_]+",
     "phase": "[a-z_]+",
