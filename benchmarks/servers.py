@@ -20,6 +20,7 @@ from tables import add_output_options
 
 ROOT = Path(__file__).resolve().parents[1]
 MARK = "CROSSDOCK_PEER_RUN"  # environment variable that all processes of a server inherit
+_ENDING = (signal.SIGTERM, signal.SIGINT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +111,25 @@ def serving(
         start_s, now = time.monotonic() - started, partial(processes_of, process.pid, mark)
         yield RunningServer(address, now(), start_s, now)
     finally:
-        end(process, mark)
-        signal.signal(signal.SIGTERM, handler)
+        try:
+            with _undisturbed():
+                end(process, mark)
+        finally:
+            signal.signal(signal.SIGTERM, handler)
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Put off signals that would end this process until a server has ended: else it would go on running."""
+    came: list[int] = []
+    handlers = {each: signal.signal(each, lambda number, _: came.append(number)) for each in _ENDING}
+    try:
+        yield
+    finally:
+        for each, handler in handlers.items():
+            signal.signal(each, handler)
+    if came:
+        signal.raise_signal(came[0])
 
 
 def crossdock_server(

@@ -72,6 +72,28 @@ def test_server_ends_when_its_benchmark_is_terminated(servers: ModuleType, args:
     assert signal.getsignal(signal.SIGTERM) == before
 
 
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGTERM, SystemExit), (signal.SIGINT, KeyboardInterrupt)])
+def test_signal_while_a_server_ends_waits_for_its_end(
+    servers: ModuleType,
+    args: argparse.Namespace,
+    monkeypatch: pytest.MonkeyPatch,
+    number: signal.Signals,
+    raised: type[BaseException],
+) -> None:
+    of_tests = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        before = {each: signal.getsignal(each) for each in (signal.SIGTERM, signal.SIGINT)}
+        command = [sys.executable, "-c", STAND_IN, str(args.port)]
+        end = servers.end
+        monkeypatch.setattr(servers, "end", lambda process, mark: (signal.raise_signal(number), end(process, mark)))
+        with pytest.raises(raised), servers.serving("a", command, args, servers.log_of(args, "a")) as server:
+            pass
+        assert not any(is_alive(pid) for pid in server.processes)
+        assert {each: signal.getsignal(each) for each in before} == before
+    finally:
+        signal.signal(signal.SIGINT, of_tests)
+
+
 def test_server_that_ends_at_once_is_reported_with_its_log(servers: ModuleType, args: argparse.Namespace) -> None:
     log = servers.log_of(args, "broken")
     command = [sys.executable, "-c", "print('no model'); raise SystemExit(3)"]
