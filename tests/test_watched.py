@@ -122,6 +122,7 @@ WATCHERS = {
         "Outlet._stream", "the stream ends, which its ingress sees"
     ),
     "workers/replica/serving/outlet.py:Outlet._hear create_task": Watcher("Outlet._answer", "the error is the answer"),
+    "workers/replica/tiers/object_tier.py:ObjectTier.__init__ ThreadPoolExecutor": Watcher("ObjectTier.read", ASKED),
     "workers/replica/tiers/page_thread.py:PageThread.__init__ Thread": Watcher(
         "workers/replica/serving/engine_thread.py:EngineThread.is_alive", HEALTH
     ),

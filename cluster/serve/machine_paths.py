@@ -9,6 +9,7 @@ from pydantic import BaseModel
 from crossdock.cluster.config import ClusterConfig
 from crossdock.workers.model.loaders.objects import is_object_url
 from crossdock.workers.model.weights.checkpoint import DEFAULT_NAMES
+from crossdock.workers.replica.tiers.object_tier import is_store
 
 FORMATS = ("path", "model", "profile")
 """What a setting's `format` says of its text. `model`: a path, or a model's hub name or URL. `profile`: a file that is
@@ -53,7 +54,7 @@ def _texts(where: str, value: Any) -> Iterator[tuple[str, str]]:
 
 def _is_relative(name: str, form: str, text: str) -> bool:
     """Return whether a setting's text is a path that begins at the folder, or at the home, of a process."""
-    if form == "profile" or text.startswith("/") or text in _words(name):
+    if form == "profile" or text.startswith("/") or text in _words(name) or is_store(text):
         return False
     if form == "path":
         return not any(character in text for character in "{}\n")  # a chat template in one line is no path

@@ -24,6 +24,7 @@ from crossdock.workers.model.text_files import answer_of, longest_text
 from crossdock.workers.model.weights.scheme import PLAIN, scheme_at
 from crossdock.workers.model.weights.untrusted import naming, read_config_file, read_json_if_any
 from crossdock.workers.replica.text_settings import check_text_settings
+from crossdock.workers.replica.tiers.object_tier import NEEDS_OBSTORE, is_store
 from crossdock.workers.report.kv_events import NEEDS_PYZMQ
 
 _INDEX = "model.safetensors.index.json"
@@ -51,8 +52,11 @@ def check_model(config: ClusterConfig, folder: Path, *, has_gpus: bool) -> None:
         _check_text_encoder(config, folder, fields)
         return
     longest_request(view, config.model.max_model_len)
-    if any((pool.engine or config.engine).kv_events for pool in config.pools) and not has_package("zmq"):
+    engines = [pool.engine or config.engine for pool in config.pools]
+    if any(engine.kv_events for engine in engines) and not has_package("zmq"):
         raise ValueError(NEEDS_PYZMQ)
+    if any(is_store(engine.kv_files[0]) for engine in engines) and not has_package("obstore"):
+        raise ValueError(NEEDS_OBSTORE)
     if config.is_emulated:
         return
     shapes = _shapes_in(folder)

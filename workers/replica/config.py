@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, model_validator
@@ -80,7 +79,7 @@ class EngineConfig(SchedulerConfig):
         None,
         json_schema_extra={"format": "path"},
         description="Folder for KV pages that leave the pool, and its size, e.g. /var/cache/kv,100GiB; null: none. "
-        "Replicas share it, and find its pages after a restart.",
+        "Replicas share it, and find its pages after a restart. Also the URL of an object store, s3://bucket/kv,1TiB.",
     )
     mm_encoder_cache: ByteSize = Field(
         ByteSize(256 << 20),
@@ -172,8 +171,8 @@ class EngineConfig(SchedulerConfig):
 
     @model_validator(mode="after")
     def _tiers_hold_prefixes(self) -> "EngineConfig":
-        folder, _ = self.kv_files
-        if (folder or self.kv_cache_host_memory) and not self.enable_prefix_caching:
+        place, _ = self.kv_files
+        if (place or self.kv_cache_host_memory) and not self.enable_prefix_caching:
             raise ValueError(
                 "kv_cache_host_memory and kv_cache_files must be null without enable_prefix_caching: they hold prefixes"
             )
@@ -196,24 +195,24 @@ class EngineConfig(SchedulerConfig):
         return None if self.kv_events is None else PageEvents(self.page_size)
 
     @property
-    def kv_files(self) -> tuple[Path | None, int]:
-        """Return the folder of `kv_cache_files` and the bytes that its files may have.
+    def kv_files(self) -> tuple[str, int]:
+        """Return the folder or the URL of `kv_cache_files`, and the bytes that may be there. Empty: there is none.
 
         Raises:
             ValueError: the value is no folder and size.
         """
         if self.kv_cache_files is None:
-            return None, 0
-        folder, _, size = self.kv_cache_files.rpartition(",")
+            return "", 0
+        place, _, size = self.kv_cache_files.rpartition(",")
         try:
             most_bytes = int(_BYTES.validate_python(size))
         except ValueError:
             most_bytes = 0
-        if not folder or most_bytes <= 0:
+        if not place or most_bytes <= 0:
             raise ValueError(
                 f"kv_cache_files must be a folder and a size, /var/cache/kv,100GiB, not {self.kv_cache_files!r}"
             )
-        return Path(folder), most_bytes
+        return place, most_bytes
 
     def sized(self, defaults: StepSizes, max_model_len: int) -> Self:
         """Return the configuration with the numbers that are left to the device. ValueError: numbers do not fit."""

@@ -29,7 +29,7 @@ NO_PATHS = {  # what the same settings may hold that is no path of a machine, or
     "model.path": ["org/name", "org/name@main", "smollm2", "s3://bucket/model", "/models/llama", "name"],
     "model.chat_template": ["{{ messages }}", "/templates/chat.jinja"],
     "model.generation_config": ["auto", "vllm", "/sampling"],
-    "engine.kv_cache_files": ["/kv,1GiB"],
+    "engine.kv_cache_files": ["/kv,1GiB", "s3://bucket/kv,1GiB"],
 }
 ABSOLUTE = ("lora_folder", "weights_folder", "allowed_local_media_path")  # are checked wherever they are given
 

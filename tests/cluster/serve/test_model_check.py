@@ -14,7 +14,7 @@ from safetensors.numpy import save_file
 from transformers import AutoConfig
 
 from crossdock.cluster.config_file import load
-from crossdock.cluster.serve import lifetime
+from crossdock.cluster.serve import lifetime, model_check
 from crossdock.cluster.serve.model_check import check_model
 from crossdock.workers.model.context_length import longest_request
 from tests.cluster.ports import free_port
@@ -190,3 +190,24 @@ def test_pages_are_not_counted_where_layers_have_windows(tmp_path: Path, windows
     settings = load(None, {"model.path": str(tmp_path), "engine.kv_cache_memory": "1MiB"})
     found = refusal(lambda: check_model(settings, tmp_path, has_gpus=False))
     assert (found is None) == bool(windows)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "package"),
+    [
+        ("engine.kv_events_config", {"publisher": "zmq"}, "pyzmq"),
+        ("engine.kv_cache_files", "s3://bucket/kv,1GiB", "obstore"),
+    ],
+)
+def test_setting_whose_package_is_not_installed_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, setting: str, value: Any, package: str
+) -> None:
+    build("llama", {}).save_pretrained(tmp_path)
+    settings = load(None, {"model.path": str(tmp_path), setting: value})
+    monkeypatch.setattr(model_check, "has_package", lambda _: True)
+    check_model(settings, tmp_path, has_gpus=False)
+    monkeypatch.setattr(model_check, "has_package", lambda _: False)
+    found = refusal(lambda: check_model(settings, tmp_path, has_gpus=False))
+    assert found is not None
+    assert f"need {package}" in found.replace("needs", "need")
+    assert found.startswith(setting.removeprefix("engine."))

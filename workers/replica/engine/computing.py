@@ -29,8 +29,9 @@ from crossdock.workers.replica.ranks.rank_messages import AllocatePool, OpenFile
 from crossdock.workers.replica.ranks.step_deadline import StepDeadline
 from crossdock.workers.replica.ranks.worker_group import WorkerGroup
 from crossdock.workers.replica.step_sizes import sized
+from crossdock.workers.replica.tiers.object_tier import OBJECT_RATE, is_store
 from crossdock.workers.replica.tiers.page_copies import PoolCopies
-from crossdock.workers.replica.tiers.page_files import PageFiles, open_folder
+from crossdock.workers.replica.tiers.page_files import PageFiles, open_parts
 from crossdock.workers.replica.tiers.page_thread import PageThread
 from crossdock.workers.replica.tiers.tier_store import FILE_RATE, HOST_RATE, TierStore, slots_for
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
@@ -223,9 +224,9 @@ def open_tiers(
 
     `weights` names the weights. Raises ValueError: a folder cannot be written to, or the memory is too small.
     """
-    folder, most_bytes = config.kv_files
+    place, most_bytes = config.kv_files
     host_bytes = int(config.kv_cache_host_memory or 0)
-    if folder is None and not host_bytes:
+    if not place and not host_bytes:
         if worker_group is not None:
             worker_group.broadcast(AllocatePool(num_pages, 0))
         return None
@@ -240,19 +241,19 @@ def open_tiers(
     copies = PoolCopies(pages, num_slots, None if worker_group is None else worker_group.broadcast)
     model.pool.watch(copies.claim, copies.settle)
     files = None
-    if folder is not None:
+    if place:
         assert weights, "files outlive the engine: their pages are of named weights"
         fingerprint = _fingerprint(model, config, worker_group, num_pages, weights)
         if worker_group is not None:
             worker_group.broadcast(OpenFiles(fingerprint))
         position = model.part.position
-        own = open_folder(folder, most_bytes, fingerprint, position.rank, position.size)
+        own = open_parts(place, most_bytes, fingerprint, position.rank, position.size)
         files = PageFiles(own, copies, worker_group)
     return TierStore(
         PageThread(copies, files, most_pages),
         page_bytes,
         host_rate=HOST_RATE if host_bytes else None,
-        file_rate=FILE_RATE if files is not None else None,
+        file_rate=None if files is None else OBJECT_RATE if is_store(place) else FILE_RATE,
         most_pages=most_pages,
     )
 

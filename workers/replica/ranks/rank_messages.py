@@ -47,7 +47,7 @@ class CopyPages(Record, frozen=True):
 
 
 PageName: TypeAlias = Annotated[bytes, Meta(min_length=17, max_length=17)]
-"""The name of a page's files; see `file_tier.name_of`."""
+"""The name of a page's files; see `page_format.name_of`."""
 
 
 class OpenFiles(Record, frozen=True):

@@ -50,7 +50,7 @@ from crossdock.workers.replica.ranks.rank_messages import (
 )
 from crossdock.workers.replica.ranks.rank_socket import RankSocket, WorkerGroupAddress
 from crossdock.workers.replica.tiers.page_copies import PoolCopies
-from crossdock.workers.replica.tiers.page_files import PageFiles, open_folder
+from crossdock.workers.replica.tiers.page_files import PageFiles, open_parts
 from crossdock.workers.replica.tiers.part_keeper import PartKeeper
 from crossdock.workers.replica.transfer.replica_dock import open_dock
 from crossdock.workers.schedule.request.submission import Adapter
@@ -142,9 +142,9 @@ def _work(
                 copies.apply(copy)
             case OpenFiles(fingerprint):
                 assert copies is not None, "files are opened before the pool is allocated"
-                folder, most_bytes = spec.engine.kv_files
-                assert folder is not None, "the driver has no files either"
-                own = open_folder(folder, most_bytes, fingerprint, rank, spec.num_ranks)
+                place, most_bytes = spec.engine.kv_files
+                assert place, "the driver has no files either"
+                own = open_parts(place, most_bytes, fingerprint, rank, spec.num_ranks)
                 parts.open(PageFiles(own, copies), model.wait)
             case RecordSteps(max_num_seqs, max_num_batched_tokens, most_drafts):
                 runner = Runner.recorded(

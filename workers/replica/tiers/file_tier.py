@@ -1,30 +1,25 @@
 """A folder of KV pages: one file for each page, which replicas of one host or volume share without a server.
 
-A file is written under a temporary name and renamed, so that others see it whole or not at all. Its header names the
-model and the layout, the page, and a checksum of its bytes: a torn, foreign or changed file is a miss. Any replica may
-delete any file at any time. The files that were used longest ago go first, by their modification time.
+A file is written under a temporary name and renamed, so that others see it whole or not at all. One that is not the
+page of its name is a miss. Any replica may delete any file at any time. The files that were used longest ago go first,
+by their modification time.
 """
 
-import hashlib
 import logging
 import os
 import re
 import stat
-import struct
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from crossdock.workers.schedule.memory.block_pool import STATES
+from crossdock.workers.replica.tiers.page_format import HEADER_BYTES, header_of, is_header_of, page_in, path_of
 from crossdock.workers.schedule.prefixes.tier_pages import PageKey
 
 logger = logging.getLogger(__name__)
 
-_HEADER = struct.Struct(">8s16s17s16sQ")  # magic, fingerprint, key, checksum, bytes
-_MAGIC = b"CDKVPG01"  # the last two digits are the version of this format
-_STATES_BYTE = 255  # stands for a snapshot in the place of a group's number
 _CLOCK_S = 2.0  # within which a folder's time of change may not tell two changes apart
 _LEFTOVER_S = 3600.0  # after which a temporary file has no writer any more
 _OURS = tuple(map(re.compile, ("[0-9a-f]{32}", "[0-9a-f]{2}", r"[0-9a-f]{34}|\.\d+\.\d+")))  # names, level by level
@@ -98,7 +93,7 @@ class FileTier:
             if changed != status.st_mtime_ns:
                 num_failures = len(failures)
                 names = [entry.name for entry in _listed(folder.path, failures)]
-                found = {key for name in names if (key := _key_of(name)) is not None}
+                found = {key for name in names if (key := page_in(name)) is not None}
                 came = came | (found - before)
                 gone = gone | (before - found)
                 before = found
@@ -119,14 +114,10 @@ class FileTier:
 
     def write(self, key: PageKey, parts: Sequence[memoryview]) -> set[PageKey]:
         """Store a page, and return the pages that were deleted to make room. OSError: the page is not stored."""
-        num_bytes = sum(part.nbytes for part in parts)
-        size = (_HEADER.size + num_bytes) * self._num_parts
+        size = (HEADER_BYTES + sum(part.nbytes for part in parts)) * self._num_parts
         deleted = self._make_room(size) if self.num_bytes + size > self._most_bytes else set[PageKey]()
-        digest = hashlib.blake2b(digest_size=16)
-        for part in parts:
-            digest.update(part)
-        header = _HEADER.pack(_MAGIC, self._fingerprint, name_of(key), digest.digest(), num_bytes)
-        path = self._path(key)
+        header = header_of(self._fingerprint, key, parts)
+        path = self._own / path_of(key)
         self._count += 1
         temporary = path.with_name(f".{os.getpid()}.{self._count}")
         try:
@@ -147,13 +138,16 @@ class FileTier:
             self._make_own()
             path.parent.mkdir(mode=0o700, exist_ok=True)
 
+    def expect(self, keys: Sequence[PageKey]) -> None:
+        """Do nothing: a file is read when it is wanted."""
+
     def read(self, key: PageKey, into: memoryview) -> bool:
         """Fill `into` with a page; False: there is no file, or it is not the page that was stored.
 
         A file that is wrong is deleted. The content of `into` is undefined then.
         """
-        path = self._path(key)
-        header = bytearray(_HEADER.size)
+        path = self._own / path_of(key)
+        header = bytearray(HEADER_BYTES)
         try:
             descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
         except OSError:
@@ -165,10 +159,8 @@ class FileTier:
         finally:
             with suppress(OSError):  # nothing was written
                 os.close(descriptor)
-        checksum = hashlib.blake2b(into, digest_size=16).digest()
-        wanted = (_MAGIC, self._fingerprint, name_of(key), checksum, into.nbytes)
         with suppress(OSError):
-            if not is_whole or _HEADER.unpack(header) != wanted:
+            if not is_whole or not is_header_of(header, self._fingerprint, key, into):
                 logger.warning("kv_cache_files: %s is not the page that its name says, and is deleted", path)
                 path.unlink()
                 return False
@@ -198,7 +190,7 @@ class FileTier:
                 failure = error
                 continue
             self.num_bytes -= file.size
-            if file.path.startswith(str(self._own)) and (key := _key_of(os.path.basename(file.path))) is not None:
+            if file.path.startswith(str(self._own)) and (key := page_in(os.path.basename(file.path))) is not None:
                 deleted.add(key)
         if failure is not None and self.num_bytes + size > self._most_bytes:
             raise failure
@@ -236,29 +228,6 @@ class FileTier:
     def _is_of_others(self, path: str | None) -> bool:
         """Return whether a folder is of another model."""
         return path is not None and self._root in Path(path).parents and not Path(path).is_relative_to(self._own)
-
-    def _path(self, key: PageKey) -> Path:
-        name = name_of(key).hex()
-        return self._own / name[-2:] / name
-
-
-def name_of(key: PageKey) -> bytes:
-    """Return the name of a page, 17 bytes: its group and its hash."""
-    return bytes([_STATES_BYTE if key.group == STATES else key.group]) + key.page_hash
-
-
-def page_of(name: bytes) -> PageKey:
-    """Return the page of a name."""
-    return PageKey(STATES if name[0] == _STATES_BYTE else name[0], name[1:])
-
-
-def _key_of(name: str) -> PageKey | None:
-    """Return the page that a file's name says; None: it is no page's name."""
-    try:
-        content = bytes.fromhex(name)
-    except ValueError:
-        return None
-    return page_of(content) if len(content) == 17 else None
 
 
 def _listed(path: str | Path, failures: list[OSError]) -> list["os.DirEntry[str]"]:

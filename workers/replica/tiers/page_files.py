@@ -7,30 +7,53 @@ does the end of a rank while it writes. The driver has the other ranks do what i
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from crossdock.workers.replica.ranks.rank_messages import FileCall, FilesCalled, LoadPart, LookForParts, WritePart
 from crossdock.workers.replica.ranks.worker_group import WorkerGroup
-from crossdock.workers.replica.tiers.file_tier import FileTier, name_of, page_of
+from crossdock.workers.replica.tiers.file_tier import FileTier
+from crossdock.workers.replica.tiers.object_tier import ObjectTier, is_store
 from crossdock.workers.replica.tiers.page_copies import PoolCopies
+from crossdock.workers.replica.tiers.page_format import name_of, page_of
 from crossdock.workers.schedule.prefixes.tier_pages import PageKey
 
 
-def open_folder(folder: Path, most_bytes: int, fingerprint: bytes, rank: int, num_ranks: int) -> FileTier:
-    """Return the folder of a rank's parts. `fingerprint`: 16 bytes, of what the bytes of all parts depend on.
+class PartStore(Protocol):
+    """Keeps one rank's parts of pages: `FileTier` and `ObjectTier`, which say more. All calls belong to one thread."""
 
-    Raises:
-        ValueError: as of `FileTier`.
+    num_bytes: int
+    """The bytes of all that is kept, of other models and replicas too."""
+
+    def changes(self) -> tuple[set[PageKey], set[PageKey]]:
+        """Return the pages that have come since the last call, and those that have gone."""
+
+    def write(self, key: PageKey, parts: Sequence[memoryview]) -> set[PageKey]:
+        """Store a page, and return the pages that were deleted to make room. OSError: the page is not stored."""
+
+    def expect(self, keys: Sequence[PageKey]) -> None:
+        """Tell which pages will be read next, in this order."""
+
+    def read(self, key: PageKey, into: memoryview) -> bool:
+        """Fill `into` with a page; False: it is not there. OSError: nobody knows."""
+
+
+def open_parts(place: str, most_bytes: int, fingerprint: bytes, rank: int, num_ranks: int) -> PartStore:
+    """Return the parts of a rank in a folder, or in the object store of a URL.
+
+    `fingerprint`: 16 bytes, of what the bytes of all parts depend on. Raises ValueError as of `FileTier`, `ObjectTier`.
     """
     if num_ranks > 1:
         fingerprint = hashlib.blake2b(fingerprint + b"rank %d" % rank, digest_size=16).digest()
-    return FileTier(folder.expanduser(), most_bytes, fingerprint, num_ranks)
+    if is_store(place):
+        return ObjectTier(place, most_bytes, fingerprint, num_ranks)
+    return FileTier(Path(place).expanduser(), most_bytes, fingerprint, num_ranks)
 
 
 class PageFiles:
     """Pages in files, filled from slots in the host's memory and loaded by way of them. All calls belong to one thread,
     but for `mark`. Where another rank has failed, they raise its reason as OSError, or `failure_of`: it is lost."""
 
-    def __init__(self, own: FileTier, copies: PoolCopies, others: WorkerGroup | None = None) -> None:
+    def __init__(self, own: PartStore, copies: PoolCopies, others: WorkerGroup | None = None) -> None:
         """`own`: the parts of this rank. `copies`: its pool and slots. `others`: the ranks that are called; None: this
         is the only rank, or not the driver."""
         self._own = own
@@ -80,6 +103,10 @@ class PageFiles:
             others = answers()
         _check(others)
         return deleted.union(*(map(page_of, each.gone) for each in others))
+
+    def expect(self, keys: Sequence[PageKey]) -> None:
+        """Tell which pages this rank will load next, in this order."""
+        self._own.expect(keys)
 
     def load(self, key: PageKey, slots: Sequence[int], pages: Sequence[int], mark: int) -> bool:
         """Fill pages of the pool on all ranks, by way of slots, which follow each other. False: one rank's part is not

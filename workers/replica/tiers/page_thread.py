@@ -145,6 +145,9 @@ class PageThread:
         seconds = [0.0, 0.0]
         lost = None
         error = ""
+        if self._files is not None:
+            in_order = range(len(load.pages)) if load.tail is None else reversed(range(len(load.pages)))
+            self._files.expect([load.pages[number].key for number in in_order if slots[number] is None])
         while lost is None and (number := load.take()) is not None:
             each = load.pages[number]
             held = slots[number]

@@ -17,8 +17,8 @@ from crossdock.workers.replica.ranks.rank_messages import (
     PageName,
     WritePart,
 )
-from crossdock.workers.replica.tiers.file_tier import name_of, page_of
 from crossdock.workers.replica.tiers.page_files import PageFiles
+from crossdock.workers.replica.tiers.page_format import name_of, page_of
 from crossdock.workers.schedule.prefixes.tier_pages import PageKey
 
 _MOST_TOLD = 1 << 20  # names in one answer: 20 MB

@@ -9,9 +9,10 @@ import torch
 
 from crossdock.workers.replica.ranks.rank_messages import FileCall, FilesCalled, LoadPart, LookForParts, WritePart
 from crossdock.workers.replica.tiers import part_keeper
-from crossdock.workers.replica.tiers.file_tier import FileTier, name_of
+from crossdock.workers.replica.tiers.file_tier import FileTier
 from crossdock.workers.replica.tiers.page_copies import PoolCopies
 from crossdock.workers.replica.tiers.page_files import PageFiles
+from crossdock.workers.replica.tiers.page_format import name_of
 from crossdock.workers.replica.tiers.part_keeper import PartKeeper
 from crossdock.workers.schedule.prefixes.tier_pages import PageKey
 
