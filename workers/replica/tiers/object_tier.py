@@ -223,5 +223,5 @@ class ObjectTier:
 
 
 def _line(error: Exception) -> str:
-    """Return what an error of obstore says, without the pages of its sources."""
+    """Return the first line of an error of obstore, without the pages of its sources."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}"

@@ -34,7 +34,7 @@ class PartStore(Protocol):
         """Tell which pages will be read next, in this order."""
 
     def read(self, key: PageKey, into: memoryview) -> bool:
-        """Fill `into` with a page; False: it is not there. OSError: nobody knows."""
+        """Fill `into` with a page; False: it is not there. OSError: it cannot be read now."""
 
 
 def open_parts(place: str, most_bytes: int, fingerprint: bytes, rank: int, num_ranks: int) -> PartStore:

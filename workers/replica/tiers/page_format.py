@@ -1,4 +1,4 @@
-"""What is stored of a page in a file or an object: its name, and a header before its bytes.
+"""Names a page in a file or an object, and writes the header before its bytes.
 
 The header names the model and the layout, the page, and a checksum of the bytes: what is torn, foreign or changed is no
 page.
