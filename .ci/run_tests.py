@@ -62,6 +62,7 @@ PURE = (
 GROWTH = 3.0
 FLOOR_S = 30.0
 _SUBREAPER = 36  # prctl's PR_SET_CHILD_SUBREAPER: processes whose parent has ended become children of this one
+_ENDED = os.WEXITED | os.WNOHANG | os.WNOWAIT  # look, and leave it to multiprocessing if it is its own
 _TOLD = ("FAILED ", "ERROR ", "hole: ")
 FORKS = multiprocessing.get_context("forkserver")
 _IMPORTED = [  # of others, not of ours, which pytest rewrites; no Ray, which starts threads
@@ -195,7 +196,7 @@ class Run:
         reader = threading.Thread(target=self._read, args=(ours, prefix), daemon=True)
         reader.start()
         while not connection.wait([process.sentinel], 0.5):
-            self._reap()
+            collect_ended()
         with self._forking:
             process.join()
         reader.join(timeout=5)  # a process that outlives pytest may hold its output open
@@ -245,13 +246,6 @@ class Run:
         util._run_finalizers()  # of multiprocessing: its own temporary folder
         return [described[child.pid] for child in left]
 
-    def _reap(self) -> None:
-        """Collect ended processes that were started by ended ones: tests wait until such processes are gone."""
-        for child in psutil.Process().children():
-            if child.pid not in _forking() and not _alive(child):
-                with contextlib.suppress(ChildProcessError):
-                    os.waitpid(child.pid, os.WNOHANG)
-
     def _read(self, output: connection.Connection, prefix: str) -> None:
         with open(output.fileno(), closefd=False) as lines:
             for line in lines:
@@ -277,6 +271,13 @@ def run_module(output: connection.Connection, module: str, arguments: tuple[str,
         runpy.run_module(module, run_name="__main__", alter_sys=True)
     finally:
         atexit._run_exitfuncs()  # multiprocessing's processes leave them out
+
+
+def collect_ended() -> None:
+    """Collect ended processes that were started by ended ones: tests wait until such processes are gone."""
+    with contextlib.suppress(ChildProcessError):  # another lane has collected it
+        while (ended := os.waitid(os.P_ALL, 0, _ENDED)) and ended.si_pid not in _forking():
+            os.waitpid(ended.si_pid, os.WNOHANG)
 
 
 def _forking() -> set[int | None]:

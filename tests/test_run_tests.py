@@ -1,5 +1,6 @@
 """The run of all tests: groups for lanes, what a file may take, and no process that outlives it."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -74,6 +75,21 @@ def test_file_beyond_its_share_is_named_however_slow_the_machine_is(
     took |= {name: runner.Seconds(wall, 1.0) for name, wall in times.items()}
     took = {name: runner.Seconds(seconds.wall * slowness, 1.0) for name, seconds in took.items()}
     assert [line.split(" ")[0] for line in runner.grown(took, record)] == grown
+
+
+def test_ended_processes_are_collected_and_the_one_that_is_forked_from_is_left(
+    runner: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """multiprocessing looks after its own."""
+    child = subprocess.Popen(["true"])
+    os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+    monkeypatch.setattr(runner, "_forking", lambda: {child.pid})
+    runner.collect_ended()
+    assert psutil.Process(child.pid).status() == psutil.STATUS_ZOMBIE
+    monkeypatch.undo()
+    runner.collect_ended()
+    assert not psutil.pid_exists(child.pid)
+    child.wait()
 
 
 @pytest.fixture
