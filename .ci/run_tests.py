@@ -264,6 +264,7 @@ def run_module(output: connection.Connection, module: str, arguments: tuple[str,
     os.chdir(ROOT)
     for number in (1, 2):
         os.dup2(output.fileno(), number)
+    sys.dont_write_bytecode = False  # PYTHONDONTWRITEBYTECODE reached the process that is forked from by a flag, -B
     sys.argv = [module, *arguments]
     if "torch" in sys.modules:
         importlib.import_module("tests.forked_workers").fork_the_server()

@@ -105,12 +105,14 @@ def run(tmp_path: Path) -> "subprocess.Popen[str]":
         "    (here / 'new').rename(here / 'pid')\n"
         "    time.sleep(600 if 'TEST_WAITS' in os.environ else 0)\n"
         "    assert child.poll() is None\n"
+        "    assert not sys.dont_write_bytecode, 'the next run would rewrite and compile all tests again'\n"
     )
     (tmp_path / "test_child.py").write_text(text)
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     options = ["-p", "no:cacheprovider", "--import-mode=importlib", f"--rootdir={tmp_path}", f"-c{tmp_path}/pytest.ini"]
     command = [sys.executable, "-c", IMPATIENT, *options, tmp_path / "test_child.py"]
-    return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
 
 
 def test_process_that_outlives_the_tests_fails_the_run_and_is_killed(
