@@ -1,8 +1,8 @@
 """The scheduler's settings: how much one step computes, and whose work goes first."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.pages import PagePool
@@ -10,6 +10,10 @@ from crossdock.workers.schedule.policies.chunk_policies import ChunkPolicy
 from crossdock.workers.schedule.request.slo import DEFAULT_CLASS, DEFAULT_CLASSES, SloClass
 
 _LONG_PROMPT_PART = 25  # a prompt above a 25th of max_model_len, 4 %, is long: vLLM's default for its own threshold
+
+
+def _order_of(value: object) -> object:
+    return "earliest_end" if value == "response_ratio" else value
 
 
 class SchedulerConfig(BaseModel):
@@ -55,10 +59,10 @@ class SchedulerConfig(BaseModel):
     short_lane_share: float = Field(
         0.5, ge=0, lt=1, description="Share of each step's chunks that is reserved for short prompts."
     )
-    prefill_order: Literal["earliest_end", "fcfs"] = Field(
+    prefill_order: Annotated[Literal["earliest_end", "fcfs"], BeforeValidator(_order_of)] = Field(
         "earliest_end",
         description="earliest_end: by class, then the prompt that would have ended first, each alone from its arrival; "
-        "fcfs: arrival.",
+        "fcfs: arrival. Version 0.1 also takes response_ratio, the name of the order before.",
     )
     starvation_s: float = Field(
         60.0, gt=0, description="A request that has waited this long, and longer than its promise, goes first."

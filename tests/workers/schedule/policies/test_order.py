@@ -2,6 +2,9 @@
 
 from typing import Any
 
+import pytest
+
+from crossdock.workers.schedule.config import SchedulerConfig
 from crossdock.workers.schedule.policies.order import PromptWork, order_prefills, prefill_reason
 from crossdock.workers.schedule.policies.tenants import Tenants
 from crossdock.workers.schedule.request.request import Request
@@ -64,3 +67,9 @@ def test_priority_of_client_comes_within_its_class_and_before_all_else_there() -
     )
     last.queued_at = -100.0
     assert order_prefills([urgent, last], 1.0, 60.0, Tenants()) == [last, urgent], "it starves"
+
+
+def test_settings_take_the_old_name_of_the_order() -> None:
+    assert SchedulerConfig.model_validate({"prefill_order": "response_ratio"}).prefill_order == "earliest_end"
+    with pytest.raises(ValueError, match="earliest_end"):
+        SchedulerConfig.model_validate({"prefill_order": "shortest"})
