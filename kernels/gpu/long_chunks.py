@@ -148,6 +148,6 @@ def seconds_on(device: torch.device, run: Callable[[], Tensor]) -> float:
         begin.record(torch.cuda.current_stream(device))
         run()
         end.record(torch.cuda.current_stream(device))
-        end.synchronize()  # type: ignore[no-untyped-call]
-        taken.append(begin.elapsed_time(end) / 1e3)  # type: ignore[no-untyped-call]
-    return median(taken)
+        end.synchronize()
+        taken.append(begin.elapsed_time(end))
+    return float(median(taken)) / 1e3

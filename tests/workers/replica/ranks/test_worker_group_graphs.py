@@ -181,7 +181,7 @@ def test_all_ranks_replay_steps_with_adapters(ranks: Ranks, tmp_path: Path, monk
     works = {"first": (first, [7, 3, 9]), "second": (second, [20 + at for at in range(12)])}
     in_triton(monkeypatch)
     steps, answers = stand_in(monkeypatch), list[Any]()
-    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 16, "rank_timeout_s": 900.0, "start_timeout_s": 900.0}
+    limits = {"max_num_seqs": 2, "max_num_batched_tokens": 24, "rank_timeout_s": 900.0, "start_timeout_s": 900.0}
     options: dict[str, Any] = {"enable_lora": True, "max_loras": 2} | limits
     with engine_of_ranks(ranks, path, 2, 1, follow_with_adapters, answers, **options) as engine:
         del steps[:]  # those of the check at load
