@@ -346,6 +346,7 @@ def write_head(drill: Drill, folder: Path) -> None:
     }
     tensors = {name: tensor.detach().clone() for name, tensor in head.state_dict().items()}
     tensors["fc.weight"] /= drill.scale
+    tensors |= {name: each.bfloat16() for name, each in tensors.items() if each.is_floating_point()}  # as published
     tensors["t2d"] = torch.isin(torch.arange(layer.vocab_size), drill.kept)
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "model.safetensors")

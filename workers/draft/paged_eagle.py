@@ -24,6 +24,7 @@ class PagedEagle:
     head: EagleHead
     target: LoadedModel
     layers: Sequence[int]  # of the target, whose inputs the head reads
+    fingerprint: bytes  # differs where states mean something else
     _pool: KVPool = field(default_factory=KVPool)
 
     @classmethod
@@ -38,17 +39,15 @@ class PagedEagle:
         layers = head.config.layers_of(target.num_hidden_layers)
         target.tap_layers(layers)
         _check_fits(head, target, name)
-        return cls(head, target, layers)
+        fingerprint = f"{layers}".encode() + head.fc.weight.cpu().view(torch.uint8).numpy().tobytes()
+        if target.device.type == "cpu" and "native" in target.kernels:  # else the operator chose other kernels
+            head.use_native_products()
+        return cls(head, target, layers, fingerprint)
 
     @property
     def width(self) -> int:
         """Return the numbers of a state, H."""
         return self.head.width
-
-    @property
-    def fingerprint(self) -> bytes:
-        """Return bytes that differ where states mean something else."""
-        return f"{self.layers}".encode() + self.head.fc.weight.cpu().view(torch.uint8).numpy().tobytes()
 
     @property
     def most_context(self) -> float:

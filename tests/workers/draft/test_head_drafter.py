@@ -11,10 +11,13 @@ import pytest
 import torch
 from pydantic import ByteSize
 from safetensors.torch import load_file, save_file
+from torch import nn
 from transformers import PreTrainedModel
 
 from crossdock.kernels.cpu.build import cpu_flags
+from crossdock.kernels.cpu.linear import usable_kernels
 from crossdock.workers.draft.head_drafter import MOST_KEPT
+from crossdock.workers.draft.paged_eagle import PagedEagle
 from crossdock.workers.model.weights.untrusted import read_json
 from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.sweeps import rest_in_soak
@@ -62,6 +65,39 @@ def test_head_in_an_engine_drafts_as_in_plain_torch_at_every_step(
     for text, drafts in noted.notes:
         assert drafts == oracle.drafts(text, len(drafts))
     assert noted.head.pages.block_pool.num_available == noted.head.pages.num_pages, "none is left behind"
+
+
+def _rounded() -> PreTrainedModel:
+    """Return a target in float32 whose layers native kernels compute: bfloat16 holds its weights."""
+    target = build("llama", {"vocab_size": 288, "max_position_embeddings": MAX_MODEL_LEN, "head_dim": 32})
+    for parameter in target.parameters():
+        parameter.data = parameter.data.bfloat16().float()
+    return target
+
+
+def test_head_beside_native_kernels_is_computed_by_them_and_drafts_as_in_plain_torch(tmp_path: Path) -> None:
+    file = write_head(tmp_path, _rounded(), draft_vocab=112) / "model.safetensors"
+    halves = {name: each.bfloat16() if each.is_floating_point() else each for name, each in load_file(file).items()}
+    save_file(halves, file)
+    greedy = SamplingParams(max_tokens=30, temperature=0.0, ignore_eos=True)
+    works = [Submission(name, [3 + 7 * number] * (20 + number), greedy) for number, name in enumerate("abc")]
+    history = History(works, [0, 3, 6], {})
+    reference = serve(engine_of(target=_rounded()), history)[0]
+    settings = {"speculative_config": head_config(tmp_path), "enable_prefix_caching": False}
+    engine = engine_of(target=_rounded(), **settings)
+    head = drafter_of(engine).head
+    assert isinstance(head, PagedEagle)
+    has_torch = any(isinstance(each, nn.Linear) for each in head.head.modules())
+    assert has_torch == ("native" not in usable_kernels(torch.float32))
+    noted = noting(engine, {name: tokens_of(deltas) for name, deltas in reference.items()})
+    found, _ = serve(engine, history)
+    for name, deltas in reference.items():
+        check_request(found[name], deltas, was_aborted=False)
+    save_file({name: each.float() if each.is_floating_point() else each for name, each in halves.items()}, file)
+    oracle = EagleReference(tmp_path, _rounded())
+    assert len(noted.notes) > 30
+    for text, drafts in noted.notes:
+        assert drafts == oracle.drafts(text, len(drafts))
 
 
 @pytest.mark.parametrize("seed", rest_in_soak([0, 1, 2, 3], 1, 2))
