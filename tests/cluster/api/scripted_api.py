@@ -43,6 +43,7 @@ class ScriptedDispatcher:
         self.cache_page_size = 0
         self.eos = tokenizer.encode("<|im_end|>")[0]
         self.is_ready = True
+        self.num_replicas = 1
         self.script: Script = self.story
         self.submissions: list[Submission] = []
         self.aborted: list[str] = []

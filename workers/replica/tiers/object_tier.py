@@ -25,7 +25,7 @@ NEEDS_OBSTORE = (
 )
 OBJECT_RATE = 1e8  # bytes per second, until the first pages are measured
 _SCHEMES = ("s3", "gs", "az")
-_ANSWER_S = 10.0  # within which a request has an answer, retries included
+_ANSWER_S = 10.0  # within which one try has an answer; after it no other try begins
 _LISTED_AT_ONCE = 1000  # names; S3's most
 _LISTS = 10  # of a look: 10,000 names, a second or so, in which no page is loaded
 _FETCHES = 8  # pages on their way at once

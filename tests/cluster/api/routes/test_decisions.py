@@ -1,6 +1,7 @@
 """/v1/decisions over real engines: probabilities are those of transformers' own model, among labels of the options."""
 
 import asyncio
+import json
 import math
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -24,7 +25,9 @@ from crossdock.router.fleet import RouterConfig
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
 from crossdock.workers.replica.engine.engine_loader import load_engine
+from crossdock.workers.report.profile import Role
 from tests.cluster.api.one_model import one_model_api
+from tests.cluster.api.text.chat_templates import GPT_OSS, QWEN3
 from tests.cluster.dispatch.in_process import InProcess, ready
 from tests.waiting import until
 
@@ -64,20 +67,21 @@ NUMS = [2, 4, 3]
 
 @asynccontextmanager
 async def serving(
-    folder: Path, num_replicas: int = 1, http: Any = None, max_model_len: int = 2048, **engine: Any
+    folder: Path, *roles: Role, http: Any = None, max_model_len: int = 2048, **engine: Any
 ) -> AsyncIterator[Any]:
-    """Serve a model's directory over HTTP, with `dispatcher` and `replicas` as attributes of the client."""
+    """Serve a model's directory over HTTP, by a replica of each role, or a mixed one. The client has `dispatcher` and
+    `replicas` as attributes."""
     defaults = {"kv_cache_memory": ByteSize(128 << 20), "admission": "queue", "max_num_batched_tokens": 256}
     config = EngineConfig.model_validate(defaults | engine)
     spec = ReplicaSpec(ModelSpec(str(folder), "float32", max_model_len), config, num_threads=1)
-    replicas = [InProcess(config, engine=load_engine(spec)) for _ in range(num_replicas)]
+    replicas = [InProcess(config, role=role, engine=load_engine(spec)) for role in roles or ("mixed",)]
     dispatcher = Dispatcher("smol", RouterConfig())
     settings = HttpConfig.model_validate(http or {})
     tiers = ServiceTiers(config.slo_classes, config.default_slo_class)
     app = one_model_api(dispatcher, ModelTokenizer.load(folder), settings, tiers)
     for i, replica in enumerate(replicas):
-        dispatcher.join(f"r{i}", replica, replicas[0].profile)
-    await ready(dispatcher, num_replicas)
+        dispatcher.join(f"r{i}", replica, replica.profile)
+    await ready(dispatcher, len(replicas))
     try:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             client.dispatcher, client.replicas = dispatcher, replicas  # type: ignore[attr-defined]
@@ -99,11 +103,15 @@ def reference(folder: Path) -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
+@cache
 @torch.inference_mode()
-def wanted(folder: Path, before: list[dict[str, Any]], num: int) -> tuple[list[float], float]:
-    """Return transformers' probability of each of `num` letters among themselves, and the likeliest one's among all."""
+def wanted(folder: Path, before: str, num: int) -> tuple[list[float], float]:
+    """Return transformers' probability of each of `num` letters among themselves, and the likeliest one's among all.
+
+    `before`: the messages, as JSON.
+    """
     tokenizer = AutoTokenizer.from_pretrained(folder)
-    text = tokenizer.apply_chat_template(before, tokenize=False, add_generation_prompt=True)
+    text = tokenizer.apply_chat_template(json.loads(before), tokenize=False, add_generation_prompt=True)
     ids = tokenizer.encode(text, add_special_tokens=False)
     letters = []
     for letter in "ABCDEFGHIJ"[:num]:
@@ -125,7 +133,7 @@ def check(
     ]
     for answer, written, num in zip(answers, WRITTEN, NUMS, strict=True):
         last = {"role": "user", "content": f"{text}\n{written}" if text else written}
-        shares, confidence = wanted(folder, [*(before or []), last], num)
+        shares, confidence = wanted(folder, json.dumps([*(before or []), last]), num)
         if answer["type"] == "predicate":
             assert answer.keys() == {"type", "name", "probability"}
             assert answer["probability"] == pytest.approx(shares[1], abs=2e-3)
@@ -148,7 +156,7 @@ def check(
 
 
 async def test_answers_of_the_default_model_are_transformers_probabilities(model_dir: Path) -> None:
-    async with serving(model_dir) as client:
+    async with serving(model_dir, max_model_len=3072, kv_cache_memory=ByteSize(192 << 20)) as client:
         answer = (await decide(client)).json()
         assert answer.keys() == {"model", "answers", "usage"}
         check(model_dir, answer["answers"])
@@ -169,24 +177,26 @@ async def test_answers_of_the_default_model_are_transformers_probabilities(model
             model_dir, (await decide(client, input=items)).json()["answers"], before=before, text='Hello.\n\n[{"id":7}]'
         )
         check(model_dir, (await decide(client, input="")).json()["answers"], text="")
+        check_many_choices(await decide(client, questions=[MANY, QUESTIONS[0]]))
 
 
-async def test_many_choices_have_labels_of_two_letters(model_dir: Path) -> None:
-    """Probabilities of 255 labels add up to 1, and each is that of one token of its own."""
-    question = {"type": "choice", "instructions": "Which?", "choices": [{"value": f"v{i}"} for i in range(255)]}
-    async with serving(model_dir, max_model_len=3072, kv_cache_memory=ByteSize(192 << 20)) as client:
-        found = await decide(client, questions=[question, QUESTIONS[0]])
-        assert found.status_code == 200, found.text
-        answer = found.json()["answers"][0]
-        shares = [each["probability"] for each in answer["probabilities"]]
-        assert math.fsum(shares) == pytest.approx(1)
-        assert len(set(shares)) > 200
-        assert answer["choice"] == f"v{int(np.argmax(shares))}"
+MANY = {"type": "choice", "instructions": "Which?", "choices": [{"value": f"v{i}"} for i in range(255)]}
+"""Has labels of two letters."""
+
+
+def check_many_choices(found: httpx.Response) -> None:
+    """Assert that the probabilities of 255 labels add up to 1, and that each is that of one token of its own."""
+    assert found.status_code == 200, found.text
+    answer = found.json()["answers"][0]
+    shares = [each["probability"] for each in answer["probabilities"]]
+    assert math.fsum(shares) == pytest.approx(1)
+    assert len(set(shares)) > 200
+    assert answer["choice"] == f"v{int(np.argmax(shares))}"
 
 
 async def test_input_is_computed_once_for_all_questions(small_model_dir: Path) -> None:
-    questions = [QUESTIONS[i % 3] | {"instructions": f"Is it {i}?"} for i in range(30)]
-    text = "A ticket of a customer. " * 60
+    questions = [QUESTIONS[i % 3] | {"instructions": f"Is it {i}?"} for i in range(12)]
+    text = "A ticket of a customer. " * 20
     async with serving(small_model_dir, enable_prefix_caching=True, max_num_seqs=8) as client:
         table = client.replicas[0].engine_thread.engine.scheduler.table
         before = table.prefilled.tokens
@@ -195,11 +205,11 @@ async def test_input_is_computed_once_for_all_questions(small_model_dir: Path) -
         assert table.prefilled.tokens - before == total - cached
         shared = len(ModelTokenizer.load(small_model_dir).encode(text, add_special_tokens=False))
         page = client.replicas[0].profile.page_size
-        assert cached >= 29 * (shared - page), "every question but the first finds the input's pages"
+        assert cached >= 11 * (shared - page), "every question but the first finds the input's pages"
 
 
 async def test_lost_replica_changes_no_answer(small_model_dir: Path) -> None:
-    async with serving(small_model_dir, 2, max_num_seqs=2, max_num_batched_tokens=64) as client:
+    async with serving(small_model_dir, "mixed", "mixed", max_num_seqs=2, max_num_batched_tokens=64) as client:
         check(small_model_dir, (await decide(client)).json()["answers"])
         asked = asyncio.create_task(decide(client, questions=QUESTIONS * 20))
         table = client.replicas[0].engine_thread.engine.scheduler.table
@@ -214,20 +224,8 @@ async def test_lost_replica_changes_no_answer(small_model_dir: Path) -> None:
 
 
 async def test_pools_answer_on_prefill_replicas(small_model_dir: Path) -> None:
-    async with serving(small_model_dir) as client:
-        spec = ReplicaSpec(
-            ModelSpec(str(small_model_dir), "float32", 2048),
-            EngineConfig(kv_cache_memory=ByteSize(128 << 20), max_num_batched_tokens=256),
-            num_threads=1,
-        )
-        pair = [InProcess(role=role, engine=load_engine(spec)) for role in ("prefill", "decode")]
-        for name, replica in zip(("prefill", "decode"), pair, strict=True):
-            client.dispatcher.join(name, replica, replica.profile)
-        await ready(client.dispatcher, 3)
-        client.dispatcher.leave("r0")
+    async with serving(small_model_dir, "prefill", "decode") as client:
         check(small_model_dir, (await decide(client)).json()["answers"])
-        for replica in pair:
-            await replica.engine_thread.close()
 
 
 async def test_client_that_leaves_frees_the_pages(small_model_dir: Path) -> None:
@@ -286,16 +284,68 @@ async def test_wrong_request_is_refused_with_its_field(small_model_dir: Path, bo
             assert answer.json()["error"]["param"] == param
 
 
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (None, "This model has no chat template"),
+        (f"{QWEN3}{{% if add_generation_prompt %}}<think>\n{{% endif %}}", "This model reasons"),
+        (GPT_OSS, "This model reasons, or names a channel"),
+    ],
+    ids=["none", "thinks", "gpt-oss"],
+)
+async def test_model_whose_first_token_is_no_answer_is_refused(
+    small_model_dir: Path, template: str | None, reason: str
+) -> None:
+    async with app_alone(small_model_dir, template) as client:
+        answer = await decide(client, model="tiny")
+        assert answer.status_code == 400
+        error = answer.json()["error"]
+        assert (error["param"], error["code"]) == ("model", "unsupported_value")
+        assert reason in error["message"]
+
+
+async def test_line_of_a_batch_has_the_answer_of_a_request(small_model_dir: Path, tmp_path: Path) -> None:
+    async with app_alone(small_model_dir, http={"batch_folder": str(tmp_path)}) as client:
+        wanted = (await decide(client, model="tiny")).json()
+        assert len(wanted["answers"]) == len(QUESTIONS)
+        body = {"model": "tiny", "input": INPUT, "questions": QUESTIONS}
+        line = json.dumps({"custom_id": "a", "method": "POST", "url": "/v1/decisions", "body": body})
+        file = await client.post("/v1/files", data={"purpose": "batch"}, files={"file": ("in.jsonl", line)})
+        asked = {"input_file_id": file.json()["id"], "endpoint": "/v1/decisions", "completion_window": "24h"}
+        name = (await client.post("/v1/batches", json=asked)).json()["id"]
+
+        async def output() -> Any:
+            return (await client.get(f"/v1/batches/{name}")).json()["output_file_id"]
+
+        async def is_over() -> bool:
+            return await output() is not None
+
+        await until(is_over)
+        record = json.loads((await client.get(f"/v1/files/{await output()}/content")).text)
+        assert record["response"]["body"] == wanted
+
+
 @asynccontextmanager
-async def app_alone(folder: Path) -> AsyncIterator[httpx.AsyncClient]:
-    """Serve an API without replicas: what it refuses, it refuses before any is needed."""
+async def app_alone(
+    folder: Path, template: str | None = "", http: dict[str, Any] | None = None
+) -> AsyncIterator[httpx.AsyncClient]:
+    """Serve an API before a script: what it refuses, it refuses before any replica is needed. `template`: None: there
+    is no chat template; empty: the model's own."""
     from tests.cluster.api.scripted_api import ScriptedDispatcher
 
     tokenizer = ModelTokenizer.load(folder)
+    if template is None:
+        tokenizer._tokenizer.chat_template = None
+    elif template:
+        tokenizer.set_chat_template(template)
     engine = ScriptedDispatcher(tokenizer, 2048)
-    app = one_model_api(engine, tokenizer, HttpConfig())  # type: ignore[arg-type]
+    app = one_model_api(engine, tokenizer, HttpConfig.model_validate(http or {}))  # type: ignore[arg-type]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+        if http is not None:
+            app.state.batches.start()
         yield client
+        if http is not None:
+            await app.state.batches.close()
 
 
 def test_fields_of_openais_client_that_change_nothing_are_accepted() -> None:
