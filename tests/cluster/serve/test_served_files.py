@@ -20,7 +20,7 @@ PAGE = 16
 def test_ranks_that_are_served_again_load_the_files_of_the_ranks_before(
     tmp_path: Path, tokenizers: dict[str, PreTrainedTokenizerFast]
 ) -> None:
-    """Of a model whose pages take so long to compute that their files are worth it on a busy machine too."""
+    """Take a model whose pages take so long to compute that their files are worth it on a busy machine too."""
     model = tmp_path / "model"
     tokenizers["byte_level"].save_pretrained(model)
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 8, "head_dim": 64}
