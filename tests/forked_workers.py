@@ -30,6 +30,8 @@ IMPORTED = (
     "crossdock.workers.replica.serving.engine_thread",
     "crossdock.workers.replica.transfer.handover",
     "fastapi",
+    "jsonschema",  # this and the next one are Ray's
+    "requests",
     "uvicorn",
 )
 PROCESSES = multiprocessing.get_context("forkserver")

@@ -73,7 +73,7 @@ def test_vectors_over_http_are_those_of_transformers_and_chats_are_refused(url: 
 
 
 def test_texts_of_a_killed_replica_are_computed_by_another(url: str, model: Any) -> None:
-    texts = [[4 + (7 * i + place) % 120 for place in range(POSITIONS)] for i in range(2048)]
+    texts = [[4 + (7 * i + place) % 120 for place in range(POSITIONS)] for i in range(512)]
 
     def was_lost() -> bool:
         """Whether texts were at the killed replica. On a fast machine all may have been computed before."""

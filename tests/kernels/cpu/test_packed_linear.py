@@ -235,7 +235,8 @@ def test_measured_calls_compute_packed_weights_of_the_form() -> None:
 
 
 SOURCE = Path(build.__file__).with_name("packed.cpp")
-QUICK = [flag for flag in build.FLAGS if not flag.startswith(("-march", "-O"))] + ["-O1"]
+# With -O1 the libraries of test_older_cpus_compute_the_same take 22 s of a core (Zen 5), and a third of that without.
+QUICK = [flag for flag in build.FLAGS if not flag.startswith(("-march", "-O"))] + ["-O0"]
 
 
 @pytest.mark.skipif(not shutil.which(ARM), reason="needs a compiler for Arm: apt-get install g++-aarch64-linux-gnu")
