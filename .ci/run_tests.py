@@ -13,7 +13,10 @@ process without torch.
 Why not pytest-xdist: it starts each worker as a new Python, which imports for these 8 s, and keeps it for the whole
 run, with the memory of every file that ran there. A worker takes any file next, or all files of one mark: there is no
 order by recorded seconds, no lane for files that wait, and no process that collects what tests leave behind. To fork
-workers, to renew them and to plan their files would be as many lines on top of it. The minutes are not measured.
+workers, to renew them and to plan their files would be as many lines on top of it. 74 files without Ray (those of
+tests/router and of five folders of tests/workers; 1,309 tests; 2 cores of a Zen 5 with other work on them, 2026-11-30)
+took 93 s of CPU with `-n 2 --dist loadfile`, and 91 s here. By the clock they took 98 s and 148 s: so few files make
+few groups, and one lane had none left after 70 s. The minutes of all files are not measured.
 
 SIGINT and SIGTERM end all processes of the run. So does the end of the run: a process that outlives it is a failure.
 """

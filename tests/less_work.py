@@ -10,12 +10,14 @@ import sys
 from dataclasses import replace
 from typing import Any
 
+_YOUNG = 10_000  # objects; after Python's 700, each process of tests looks for garbage for 6 % of its time
 gc.disable()  # until all tests are collected
 
 
 def pytest_collection_finish() -> None:
     """Take what was imported out of the search for garbage, and have Triton's interpreter remember."""
     gc.freeze()
+    gc.set_threshold(_YOUNG)
     gc.enable()
     if interpreter := sys.modules.get("triton.runtime.interpreter"):
         _remember(interpreter)
