@@ -2,7 +2,11 @@
 
 import subprocess
 import sys
+from pathlib import Path
 
+import pytest
+
+from crossdock.workers.model.memory import host_memory
 from crossdock.workers.model.memory.host_memory import free_on_host, used_by_family
 
 _HOLD = "import os, sys; held = b'x' * (200 << 20); print(flush=True); sys.stdin.read()"
@@ -26,3 +30,20 @@ def test_memory_of_a_child_counts_and_what_a_fork_shares_counts_once() -> None:
             process.stdin.close()
         assert used_by_family(process.pid) == 0, "it has ended"
     assert 0 < free_on_host() < 1 << 50
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_free_memory_stays_within_the_limit_of_a_container(
+    version: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Files as Linux writes them in the groups of both versions. The page cache of files is free."""
+    folder = tmp_path / "memory" if version == 1 else tmp_path
+    folder.mkdir(exist_ok=True)
+    limit, used = ("limit_in_bytes", "usage_in_bytes") if version == 1 else ("max", "current")
+    (folder / f"memory.{used}").write_text(f"{300 << 10}\n")
+    (folder / "memory.stat").write_text(f"{'total_' * (version == 1)}inactive_file {100 << 10}\n")
+    monkeypatch.setattr(host_memory, "_CGROUP", tmp_path)
+    (folder / f"memory.{limit}").write_text(f"{1 << 20}\n")
+    assert free_on_host() == (1024 - 300 + 100) << 10
+    (folder / f"memory.{limit}").write_text("9223372036854771712\n" if version == 1 else "max\n")  # no limit
+    assert free_on_host() > 1 << 20

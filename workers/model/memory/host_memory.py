@@ -3,14 +3,28 @@
 from pathlib import Path
 
 _PROC = Path("/proc")
+_CGROUP = Path("/sys/fs/cgroup")  # a container sees its own group here
+_LIMITS = (  # of version 2 and of version 1: the limit, the use, and the use that Linux takes back first
+    ("memory.max", "memory.current", "memory.stat", "inactive_file"),
+    (
+        "memory/memory.limit_in_bytes",
+        "memory/memory.usage_in_bytes",
+        "memory/memory.stat",
+        "total_inactive_file",
+    ),
+)
 
 
 def free_on_host() -> int:
-    """Return the bytes that new work can have without swapping, within the limit of the container."""
+    """Return the bytes that new work can have without swapping, within the limit of the container.
+
+    Files in the page cache count as use of a container. Those that no process read lately are free, as Kubernetes counts.
+    """
     free = bytes_of(Path("/proc/meminfo"), "MemAvailable")
-    limit, current = (Path("/sys/fs/cgroup") / name for name in ("memory.max", "memory.current"))
-    if limit.exists() and (most := limit.read_text().strip()) != "max":
-        free = min(free, int(most) - int(current.read_text()))
+    for limit, used, parts, cached in _LIMITS:
+        if (_CGROUP / limit).exists() and (most := (_CGROUP / limit).read_text().strip()) != "max":
+            lines = (line.split() for line in (_CGROUP / parts).read_text().splitlines())
+            free = min(free, int(most) - int((_CGROUP / used).read_text()) + int(dict(lines)[cached]))
     return free
 
 
