@@ -85,6 +85,21 @@ def test_demonstration_has_kinds_of_kubernetes_alone_and_fits_two_cores() -> Non
     assert not any("persistentVolumeClaim" in volume for volume in template["spec"]["volumes"])
 
 
+def test_cache_of_a_pod_is_a_folder_that_its_user_makes_within_a_volume() -> None:
+    """Kubernetes lets every user write to the root of an emptyDir, and kernels are not loaded from such a folder."""
+    found = [pod for path in applied() for document in documents(path) for pod in containers(document)]
+    caches = [
+        (Path(variable["value"]), {Path(mount["mountPath"]) for mount in container["volumeMounts"]})
+        for _, container in found
+        for variable in container.get("env", ())
+        if variable["name"] == "CROSSDOCK_CACHE"
+    ]
+    assert len(caches) == 6, "the demonstration, one GPU, and the fleet's head and groups"
+    for cache, mounts in caches:
+        assert cache not in mounts
+        assert mounts & set(cache.parents)
+
+
 def kustomization(folder: Path) -> dict[str, Any]:
     """Return the kustomization of a folder."""
     (found,) = documents(folder / "kustomization.yaml")
