@@ -1,5 +1,5 @@
 """Compile the Triton kernels for GPUs of compute capabilities such as 80 90, the arguments. Compiling needs no GPU.
-With `--all` before them, every variant of a kernel for each.
+With `all` before them, every variant of a kernel for each.
 
 Prints what each kernel needs. Refuses kernels that spill registers beyond a bound, or take more shared memory than such
 GPUs have. test_triton_launches.py runs this as a process of its own: in the process of a test, Triton interprets
@@ -243,7 +243,7 @@ def check_experts(gpu: Gpu) -> None:
 
 
 if __name__ == "__main__":
-    arguments = [argument for argument in sys.argv[1:] if argument != "--all"]
+    arguments = [argument for argument in sys.argv[1:] if argument != "all"]
     for argument in arguments:
         checks = check_attention, check_layer_steps, check_sampling, check_fixed_order, check_low_rank, check_experts
         for check_some in (*checks, check_e4m3):
