@@ -1,6 +1,9 @@
 """`crossdock serve --tp 2 --kv-cache-files` on a Ray of its own, and again: the second finds the pages of the first."""
 
 import random
+import signal
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -38,6 +41,13 @@ def test_ranks_that_are_served_again_load_the_files_of_the_ranks_before(
         "64MiB",
     )
 
+    @contextmanager
+    def server(name: str) -> Iterator[str]:
+        with serving(tmp_path / name, str(model), *flags) as (process, url):
+            yield url
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=60) == 0
+
     def answers(url: str) -> list[list[int]]:
         found = []
         for prompt in prompts:
@@ -47,13 +57,13 @@ def test_ranks_that_are_served_again_load_the_files_of_the_ranks_before(
         return found
 
     whole = NUM_TOKENS // PAGE * len(prompts)
-    with serving(tmp_path / "first", str(model), *flags) as (_, url):
+    with server("first") as url:
         wanted = answers(url)
         eventually(lambda: metric(url, "crossdock_tier_pages") >= whole, "an idle replica writes its pages to files")
     parts = [sorted(file.name for file in own.glob("*/*")) for own in (tmp_path / "kv").iterdir()]
     assert len(parts) == 2
     assert parts[0] == parts[1]
-    with serving(tmp_path / "second", str(model), *flags) as (_, url):
+    with server("second") as url:
         assert metric(url, "crossdock_tier_pages") >= whole
         assert answers(url) == wanted
         assert metric(url, "crossdock_tier_loaded_pages_total") > 0
