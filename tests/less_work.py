@@ -5,7 +5,7 @@ of a kernel's function lists all members of the language, and each operator make
 Another third goes to whether sums and products of integers overflow, whose result it drops unless it debugs.
 
 CPython maps frames in pieces of 16 KiB, and unmaps a piece when its last frame has ended: a loop that calls at the edge
-of a piece maps one for each call. That took half the time of a dry run of the GPU benchmark.
+of a piece maps one for each call. That took a third of the CPU time of tests/benchmarks/test_gpu.py.
 """
 
 import gc
@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 from _pytest import main
 
-_YOUNG = 10_000  # objects; after Python's 700, each process of tests looks for garbage for 6 % of its time
+_YOUNG = 10_000  # objects. After Python's 700, tests/workers/schedule/test_any_history.py looked for 6 % of its time
 gc.disable()  # until all tests are collected
 
 

@@ -1,4 +1,4 @@
-"""What processes of tests are spared: pieces of the stack that are mapped and unmapped for each call."""
+"""Pieces of the stack of frames: no depth of a test is one at which each call maps a piece."""
 
 import resource
 
