@@ -100,7 +100,7 @@ class EagleHead(nn.Module):
 
     def use_native_products(self) -> bool:
         """Compute products by packed.cpp on a CPU, if it holds all numbers of the weights. Returns whether it does."""
-        linears = {name: each for name, each in self.named_modules() if isinstance(each, nn.Linear)}
+        linears: dict[str, Any] = {name: each for name, each in self.named_modules() if isinstance(each, nn.Linear)}
         fits = all(
             each.bias is None and each.out_features % 16 == 0 and fits_bfloat16(each.weight)
             for each in linears.values()
@@ -122,7 +122,8 @@ class EagleHead(nn.Module):
     @property
     def dtype(self) -> torch.dtype:
         """Return the dtype of weights, states and pages."""
-        return self.norm.weight.dtype
+        dtype: torch.dtype = self.norm.weight.dtype
+        return dtype
 
     @property
     def kv_shape(self) -> tuple[int, int]:
