@@ -6,19 +6,14 @@ _PROC = Path("/proc")
 _CGROUP = Path("/sys/fs/cgroup")  # a container sees its own group here
 _LIMITS = (  # of version 2 and of version 1: the limit, the use, and the use that Linux takes back first
     ("memory.max", "memory.current", "memory.stat", "inactive_file"),
-    (
-        "memory/memory.limit_in_bytes",
-        "memory/memory.usage_in_bytes",
-        "memory/memory.stat",
-        "total_inactive_file",
-    ),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_inactive_file"),
 )
 
 
 def free_on_host() -> int:
     """Return the bytes that new work can have without swapping, within the limit of the container.
 
-    Files in the page cache count as use of a container. Those that no process read lately are free, as Kubernetes counts.
+    Files in the page cache count as use of a container. Files that no process read lately are free, as for Kubernetes.
     """
     free = bytes_of(Path("/proc/meminfo"), "MemAvailable")
     for limit, used, parts, cached in _LIMITS:

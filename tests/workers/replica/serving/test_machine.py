@@ -6,6 +6,7 @@ import torch
 from crossdock.kernels.options import CpuKernels
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
+from crossdock.workers.replica.serving import machine
 from crossdock.workers.replica.serving.machine import cpu_name, describe_machine, held_bytes
 from tests.workers.architectures import build
 
@@ -22,7 +23,7 @@ def test_weights_are_counted_as_kernels_hold_them(kernel: CpuKernels) -> None:
     assert held_bytes(model.module) == matrices * (2 if kernel == "native" else 4) + others * 4
 
 
-def test_machine_is_described_with_the_memory_of_weights_and_pages() -> None:
+def test_machine_is_described_with_the_memory_of_weights_and_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     module = build("llama", {})
     num_weights = sum({each.data_ptr(): each.numel() for each in module.parameters()}.values())
     model = wrap_module(module)
@@ -35,3 +36,5 @@ def test_machine_is_described_with_the_memory_of_weights_and_pages() -> None:
     assert described["weights"] == num_weights * model.dtype.itemsize
     assert described["pool"] == num_pages * layout.page_bytes
     assert (described["attention"], described["kernels"]) == ("cpp", "")
+    monkeypatch.setattr(machine, "cpp_library", lambda: None)  # it was not compiled, or not loaded from its folder
+    assert describe_machine(model)["attention"] == "torch"
