@@ -529,7 +529,7 @@ class ClusterConfig(BaseModel):
             reason = (
                 "tenants have no shares where prompts are computed in order of arrival (engine.prefill_order: fcfs)"
             )
-            raise ValueError(f"http.tenant_weights, and weight in http.api_keys: {reason}; give earliest_end")
+            raise ValueError(f"http.tenant_weights, and weight in http.api_keys: {reason}; give shortest_remaining")
         return self
 
 

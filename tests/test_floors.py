@@ -78,7 +78,7 @@ BELOW = {  # room: the rooms it may import besides itself
     "kvtransfer": set[str](),
     "kernels": set[str](),
     "kernels/cpu": {"kernels/attention", "kernels/cache", "kernels/low_rank", "kernels/options", "kernels/packed"},
-    "kernels/gpu": {"kernels/attention", "kernels/options", "kernels/packed"},
+    "kernels/gpu": {"kernels/attention", "kernels/options", "kernels/packages", "kernels/packed"},
 }
 API_ROOMS = {  # folder of cluster/api: the folders there that it may import besides itself
     "body": set[str](),
@@ -152,7 +152,7 @@ THIRD_PARTIES = {  # third party: the rooms or files that may import it
     "PIL": ["cluster/api/media", "cluster/bench/pictures.py"],
     "av": ["cluster/api/media/clips.py"],
     "triton": ["kernels/gpu", "kernels/packages.py"],
-    "flash_attn": ["kernels/gpu/flash_attention.py"],
+    "flash_attn": ["kernels/gpu/flash_attention.py", "kernels/gpu/flash_attention_4.py"],
     "flash_attn_interface": ["kernels/gpu/flash_attention_3.py"],
     "runai_model_streamer": ["workers/model/loaders/run_ai.py", "workers/model/loaders/objects.py"],
     "fastsafetensors": ["workers/model/loaders/files.py"],

@@ -188,8 +188,8 @@ def _prefill(bench: Bench, lengths: Lengths) -> Figures:
 
 
 def packages(bench: Bench) -> list[Any]:
-    """Return the packages of attention that `auto` may take for long chunks; in a dry run none."""
-    if bench.sizes.is_dry:
+    """Return the packages of attention that `auto` may take for long chunks; in a dry run, and without a GPU, none."""
+    if bench.sizes.is_dry or not torch.cuda.is_available():
         return []
     from crossdock.kernels.gpu.long_chunks import installed
 

@@ -14,8 +14,6 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaMLP, LlamaRMSNorm, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
-from crossdock.kernels.cpu.huge_pages import HugePages
-from crossdock.kernels.cpu.linear import NativeLinear, fits_bfloat16, usable_kernels
 from crossdock.workers.draft.eagle_config import NUM_STATES, EagleConfig
 from crossdock.workers.model.weights.untrusted import check_links, naming
 
@@ -42,17 +40,6 @@ class _HeadLayer(nn.Module):
             }
         )
         self.mlp = LlamaMLP(config)
-
-
-class _NativeProduct(nn.Module):
-    """A linear layer without bias by packed.cpp."""
-
-    def __init__(self, linear: nn.Linear, memory: HugePages) -> None:
-        super().__init__()
-        self._product = NativeLinear(linear.weight, memory)
-
-    def forward(self, x: Tensor) -> Tensor:  # [T, K] to [T, N]
-        return self._product(x)
 
 
 class EagleHead(nn.Module):
@@ -97,21 +84,6 @@ class EagleHead(nn.Module):
         head = head.to(device=device, dtype=dtype).eval().requires_grad_(False)
         head.rotary = rotary.to(device)  # its frequencies stay in float32
         return head
-
-    def use_native_products(self) -> bool:
-        """Compute products by packed.cpp on a CPU, if it holds all numbers of the weights. Returns whether it does."""
-        linears: dict[str, Any] = {name: each for name, each in self.named_modules() if isinstance(each, nn.Linear)}
-        fits = all(
-            each.bias is None and each.out_features % 16 == 0 and fits_bfloat16(each.weight)
-            for each in linears.values()
-        )
-        if "native" not in usable_kernels(self.dtype, fits=fits):
-            return False
-        memory = HugePages()  # one for all: small matrices share its pages
-        for name, linear in linears.items():
-            path, _, own = name.rpartition(".")
-            setattr(self.get_submodule(path), own, _NativeProduct(linear, memory))
-        return True
 
     @property
     def width(self) -> int:

@@ -11,6 +11,7 @@ from crossdock.workers.draft.eagle_head import EagleHead
 from crossdock.workers.model.architecture import text_config
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.kv_pool import KVPool, one_layer
+from crossdock.workers.model.layers.native_products import use_native_products
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.sampling.sampler import argmax
 from crossdock.workers.model.weights.checkpoint import resolve_model
@@ -41,7 +42,7 @@ class PagedEagle:
         _check_fits(head, target, name)
         fingerprint = f"{layers}".encode() + head.fc.weight.cpu().view(torch.uint8).numpy().tobytes()
         if target.device.type == "cpu" and "native" in target.kernels:  # else the operator chose other kernels
-            head.use_native_products()
+            use_native_products(head, head.dtype)
         return cls(head, target, layers, fingerprint)
 
     @property

@@ -13,7 +13,7 @@ _LONG_PROMPT_PART = 25  # a prompt above a 25th of max_model_len, 4 %, is long: 
 
 
 def _order_of(value: object) -> object:
-    return "earliest_end" if value == "response_ratio" else value
+    return "shortest_remaining" if value == "response_ratio" else value
 
 
 class SchedulerConfig(BaseModel):
@@ -59,10 +59,10 @@ class SchedulerConfig(BaseModel):
     short_lane_share: float = Field(
         0.5, ge=0, lt=1, description="Share of each step's chunks that is reserved for short prompts."
     )
-    prefill_order: Annotated[Literal["earliest_end", "fcfs"], BeforeValidator(_order_of)] = Field(
-        "earliest_end",
-        description="earliest_end: by class, then the prompt that would have ended first, each alone from its arrival; "
-        "fcfs: arrival. Version 0.1 also takes response_ratio, the name of the order before.",
+    prefill_order: Annotated[Literal["shortest_remaining", "fcfs"], BeforeValidator(_order_of)] = Field(
+        "shortest_remaining",
+        description="shortest_remaining: by class, then the prompt with the fewest seconds left, less a sixteenth of "
+        "what others got since it came; fcfs: arrival. Version 0.1 also takes response_ratio, the name of the order before.",
     )
     starvation_s: float = Field(
         60.0, gt=0, description="A request that has waited this long, and longer than its promise, goes first."

@@ -201,17 +201,15 @@ class Forecast:
         totals = self.table.prefilled
         return PromptWork(totals.tokens, "tokens") if self.cost is None else PromptWork(totals.seconds, "s")
 
-    def end_alone(self, request: Request) -> float:
-        """Return the `work` of this replica once a new request's prompt is computed, if none goes before it."""
-        if self.cost is None:
-            return self.work.done + request.num_uncached_tokens
+    def prompt_work(self, request: Request) -> float:
+        """Return what the prompt of a new request will add to `work`."""
         encoder_seconds = self.encoding.seconds_left(request) if request.items else 0.0
-        return self.work.done + self.chunk_work(request, *self._rest(request), encoder_seconds)
+        return self.chunk_work(request, *self._rest(request), encoder_seconds)
 
     def chunk_work(self, request: Request, start: int, end: int, encoder_seconds: float) -> float:
-        """Return the seconds that tokens [start, end) of a prompt and its pictures add to `work`; 0 without a cost."""
+        """Return what tokens [start, end) of a prompt and its pictures add to `work`."""
         if self.cost is None:
-            return 0.0
+            return end - start
         seconds = self.factor(request) * self.chunk_seconds(request, start, end - start)
         return self.interval_share * (seconds + encoder_seconds)
 

@@ -22,7 +22,7 @@ from crossdock.workers.schedule.policies.chunking import (
     idle_step,
     longest_step,
 )
-from crossdock.workers.schedule.policies.order import order_prefills, prefill_reason
+from crossdock.workers.schedule.policies.order import AGEING, order_prefills, prefill_reason
 from crossdock.workers.schedule.policies.pace import LENT_KNEE, lent_due, longest_gap
 from crossdock.workers.schedule.prefixes import split_point
 from crossdock.workers.schedule.recurrent.states import NO_STATES, NoStates, RecurrentStates
@@ -52,7 +52,7 @@ class PrefillScheduler:
         """
         table = self.table
         prefills = self.table.prefills(running)
-        if table.config.prefill_order == "earliest_end":
+        if table.config.prefill_order == "shortest_remaining":
             table.note_tenants(prefills)
             return order_prefills(prefills, table.now, table.config.starvation_s, table.tenants)
         return sorted(prefills, key=lambda request: request.status is Status.WAITING)  # stable: started ones first
@@ -67,7 +67,7 @@ class PrefillScheduler:
         """
         config = self.table.config
         budget = self._budget(decodes, skipped, prefills)
-        if config.prefill_order == "earliest_end" and config.enable_chunked_prefill:
+        if config.prefill_order == "shortest_remaining" and config.enable_chunked_prefill:
             in_turn = prefills[0].tenant
             own = (request for request in prefills if request.tenant == in_turn)
             short = sum(request.num_uncached_tokens for request in own if not is_long(self.table, request))
@@ -291,9 +291,12 @@ class PrefillScheduler:
         totals = self.table.prefilled
         totals.tokens += num_tokens
         totals.tokens_by_priority[request.priority] += num_tokens
-        seconds = self.forecast.chunk_work(request, start, start + num_tokens, encoder_seconds)
-        totals.seconds += seconds
-        return seconds
+        work = self.forecast.chunk_work(request, start, start + num_tokens, encoder_seconds)
+        request.aged_rest -= (1 - AGEING) * work
+        if self.forecast.cost is None:
+            return 0.0
+        totals.seconds += work
+        return work
 
 
 def _due_behind(table: RequestTable, stream: Request) -> float:

@@ -24,6 +24,7 @@ from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.outputs import append_sampled, new_delta
 from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.policies.chunk_policies import meaning_of
+from crossdock.workers.schedule.policies.order import AGEING
 from crossdock.workers.schedule.policies.pace import next_due, skip_decodes
 from crossdock.workers.schedule.prefills import PrefillScheduler
 from crossdock.workers.schedule.prefixes.awaited import Awaited
@@ -168,7 +169,7 @@ class Scheduler:
         request.queued_at = request.arrival_time - asked.waited_s
         num_pages, load_s = self.loading.predicted(request)
         request.expected_cached_tokens = max(num_pages * self.pages.page_size, asked.source_tokens)
-        request.end_alone = self.forecast.end_alone(request)
+        request.aged_rest = self.forecast.prompt_work(request) + AGEING * self.forecast.work.done
         if request.leg is not Leg.RECEIVE and not asked.output_token_ids:  # else the first token is made elsewhere
             admission.promise(self.table, self.forecast, request, load_s)
         if request.adapter is not None:

@@ -132,7 +132,7 @@ class AnyHistory(RuleBasedStateMachine):
                 "enable_chunked_prefill": st.booleans(),
                 "mixed_chunks": st.booleans(),
                 "chunk_policy": st.sampled_from(["adaptive", "fixed"]),
-                "prefill_order": st.sampled_from(["earliest_end", "fcfs"]),
+                "prefill_order": st.sampled_from(["shortest_remaining", "fcfs"]),
                 "short_lane_share": st.sampled_from([0.0, 0.5, 0.9]),
                 "admission": st.sampled_from(["queue", "reject"]),
             }
@@ -245,7 +245,7 @@ class AnyHistory(RuleBasedStateMachine):
                 params,
                 salt,
                 slo_class,
-                priority_in_class=priority if self.scheduler.config.prefill_order == "earliest_end" else 0,
+                priority_in_class=priority if self.scheduler.config.prefill_order == "shortest_remaining" else 0,
                 tenant=tenant,
                 leg=leg,
                 epoch=int(leg is not Leg.LOCAL),

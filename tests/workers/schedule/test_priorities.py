@@ -122,7 +122,7 @@ def test_prompt_most_of_which_is_cached_counts_as_a_short_one() -> None:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_none_passes_a_prompt_once_as_much_was_computed_as_it_takes_alone(seed: int) -> None:
+def test_none_passes_a_prompt_once_16_times_as_much_was_computed_as_it_takes_alone(seed: int) -> None:
     """The bound on a prompt's wait, for prompts of any lengths that come at any time."""
     draw = random.Random(seed)
     replica = new_timed_replica(short_lane_share=0.0, max_long_partial_prefills=64, max_num_partial_prefills=64)
@@ -139,7 +139,7 @@ def test_none_passes_a_prompt_once_as_much_was_computed_as_it_takes_alone(seed: 
     later = [(one, other) for place, one in enumerate(came) for other in came[place + 1 :]]
     passed = [one for one, other in later if first[other[0]] < first[one[0]]]
     assert len(passed) > 20
-    late = [(one, other) for one, other in later if other[1] - one[1] > one[2]]
+    late = [(one, other) for one, other in later if other[1] - one[1] > 16 * one[2]]
     assert len(late) > 100
     assert all(first[one[0]] <= first[other[0]] for one, other in late)
 

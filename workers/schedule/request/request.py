@@ -112,7 +112,7 @@ class Request:
     num_prompt_tokens: int = field(init=False)
     coming: ComingPages = field(default_factory=ComingPages)  # from elsewhere; workers/schedule/prefixes changes it
     priority: int = 0  # of its class; 0 is the most urgent
-    end_alone: float = 0.0  # work of the replica once the prompt is computed, if none went before it; see `PromptWork`
+    aged_rest: float = 0.0  # of the prompt; the smallest goes first, see workers/schedule/policies/order.py
     queued_at: float = 0.0  # when the request last began to wait: at arrival, or when preempted
     due: float = 0.0  # of a stream: when its next token is due
     paced_from: float | None = None  # of a stream: one `tpot_s` per token made, before its first token here was made

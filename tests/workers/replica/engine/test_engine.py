@@ -176,8 +176,8 @@ def test_sampled_tokens_depend_on_the_seed_alone(model: LoadedModel, prompts: li
     assert tokens_of(batched["other seed"]) != first
 
     tight = engine_on(tiny_model(256), num_pages=16)
-    for number in range(7):  # eight are admitted, and the last one is preempted when they outgrow the pool
-        tight.add(Submission(f"{number}", [number + 5] * 15, sampled(number + 10)))
+    for number in range(7):  # eight equal ones are admitted, and the last is preempted when they outgrow the pool
+        tight.add(Submission(f"{number}", [number + 5] * len(prompt), sampled(number + 10)))
     tight.add(Submission("chosen", prompt, sampled(1)))
     request = tight.scheduler.table.get("chosen")
     assert request is not None

@@ -19,7 +19,7 @@ BOUNDED = (  # the end of a path, and the most entries
     ("._merger._over", 1024),
     ("._early_offers", 4096),
     ("cost_fit._errors", 4096),
-    *((f".table.outputs.{name}", 2 * RECENT) for name in ("_begun", "_ended", "_lengths", "_rests")),  # of few that run
+    *((f".table.outputs.{name}", 2 * RECENT) for name in ("_begun", "_whole", "_cut", "_sums", "_censored", "_longer")),
     (".pages.block_pool._free", 512),  # of all pages there are
     (".pages.prefixes.changes._changes", 512),  # until the next message to the routers
 )

@@ -18,18 +18,18 @@ def new_prompt(name: str, num_tokens: int, priority_in_class: int = 0, **fields:
     return Request(submission, **fields)
 
 
-def test_classes_come_before_ends() -> None:
-    old = new_prompt("old", 10, priority=2, end_alone=10.0)
-    new = new_prompt("new", 1000, priority=0, end_alone=51_000.0)
+def test_classes_come_before_rests() -> None:
+    old = new_prompt("old", 10, priority=2, aged_rest=10.0)
+    new = new_prompt("new", 1000, priority=0, aged_rest=51_000.0)
     assert order_prefills([old, new], 1.0, 60.0, Tenants()) == [new, old]
 
 
-def test_prompt_that_would_have_ended_first_alone_goes_first() -> None:
-    later, sooner = new_prompt("later", 10, end_alone=3.5), new_prompt("sooner", 4000, end_alone=3.25)
-    assert order_prefills([later, sooner], 1.0, 60.0, Tenants()) == [sooner, later]
-    work = PromptWork(3.3, "s")
-    assert prefill_reason(later, 1.0, work, 60.0, Tenants()) == "alone it would end in 0.2 s of prompts"
-    assert prefill_reason(sooner, 1.0, work, 60.0, Tenants()) == "alone it would have ended 0.05 s of prompts ago"
+def test_prompt_with_the_shortest_aged_rest_goes_first() -> None:
+    longer, shorter = new_prompt("longer", 10, aged_rest=3.5), new_prompt("shorter", 4000, aged_rest=3.25)
+    assert order_prefills([longer, shorter], 1.0, 60.0, Tenants()) == [shorter, longer]
+    work = PromptWork(48.0, "s")
+    assert prefill_reason(longer, 1.0, work, 60.0, Tenants()) == "0.5 s of its prompt left, less ageing"
+    assert prefill_reason(longer, 1.0, PromptWork(64.0, "s"), 60.0, Tenants()).startswith("-0.5 s of its prompt left")
 
 
 def test_starving_prompts_go_first_and_the_oldest_of_them() -> None:
@@ -62,14 +62,13 @@ def test_priority_of_client_comes_within_its_class_and_before_all_else_there() -
     assert order_prefills([last, short, preempted, first, urgent], 1.0, 60.0, Tenants()) == [
         urgent, first, preempted, short, last,
     ]  # fmt: skip
-    assert (
-        prefill_reason(first, 1.0, NOTHING_DONE, 60.0, Tenants()) == "priority -1, alone it would end in 0 s of prompts"
-    )
+    reason = prefill_reason(first, 1.0, NOTHING_DONE, 60.0, Tenants())
+    assert reason == "priority -1, 0 s of its prompt left, less ageing"
     last.queued_at = -100.0
     assert order_prefills([urgent, last], 1.0, 60.0, Tenants()) == [last, urgent], "it starves"
 
 
 def test_settings_take_the_old_name_of_the_order() -> None:
-    assert SchedulerConfig.model_validate({"prefill_order": "response_ratio"}).prefill_order == "earliest_end"
-    with pytest.raises(ValueError, match="earliest_end"):
+    assert SchedulerConfig.model_validate({"prefill_order": "response_ratio"}).prefill_order == "shortest_remaining"
+    with pytest.raises(ValueError, match="shortest_remaining"):
         SchedulerConfig.model_validate({"prefill_order": "shortest"})
