@@ -62,7 +62,8 @@ class SchedulerConfig(BaseModel):
     prefill_order: Annotated[Literal["shortest_remaining", "fcfs"], BeforeValidator(_order_of)] = Field(
         "shortest_remaining",
         description="shortest_remaining: by class, then the prompt with the fewest seconds left, less a sixteenth of "
-        "what others got since it came; fcfs: arrival. Version 0.1 also takes response_ratio, the name of the order before.",
+        "what others got since it came; fcfs: arrival. Version 0.1 also takes response_ratio, the name of the order "
+        "before.",
     )
     starvation_s: float = Field(
         60.0, gt=0, description="A request that has waited this long, and longer than its promise, goes first."

@@ -202,12 +202,12 @@ class Forecast:
         return PromptWork(totals.tokens, "tokens") if self.cost is None else PromptWork(totals.seconds, "s")
 
     def prompt_work(self, request: Request) -> float:
-        """Return what the prompt of a new request will add to `work`."""
+        """Return the work that the prompt of a new request will add."""
         encoder_seconds = self.encoding.seconds_left(request) if request.items else 0.0
         return self.chunk_work(request, *self._rest(request), encoder_seconds)
 
     def chunk_work(self, request: Request, start: int, end: int, encoder_seconds: float) -> float:
-        """Return what tokens [start, end) of a prompt and its pictures add to `work`."""
+        """Return the work of tokens [start, end) of a prompt and of its pictures, in the unit of `work`."""
         if self.cost is None:
             return end - start
         seconds = self.factor(request) * self.chunk_seconds(request, start, end - start)

@@ -14,9 +14,11 @@ STARVING: Turn = (-1, 0.0, 0)
 
 
 AGEING = 1 / 16
-"""Seconds by which a prompt's rest counts as shorter for each second that others got since it came. Simulated, six seeds
-of `loaded` (router/placement.py) and ten shifts of a public trace: with 1, 1.1 points fewer of the first are good, and the
-long prompts of the second have a p99 that is 2.7 s sooner; with 1/8, 0.3 points fewer and 0.3 s."""
+"""Seconds by which a prompt's rest counts as shorter for each second that others got since it came.
+
+Simulated, six seeds of `loaded` (router/placement.py) and ten shifts of a public trace: with 1, 1.1 points fewer of the
+first are good, and the long prompts of the second have a p99 that is 2.7 s sooner; with 1/8, 0.3 points and 0.3 s.
+"""
 
 
 class PromptWork(NamedTuple):
