@@ -86,7 +86,7 @@ def test_timeline_of_a_request_alone_is_complete() -> None:
         "step_s": 1.0,
         "predicted_s": 0.75,
         "num_decodes": 0,
-        "reason": "alone it would end in 24 tokens of prompts",
+        "reason": "24 tokens of its prompt left, less ageing",
         "limit": "token budget",
     }
     del found["chunks"]
