@@ -53,7 +53,7 @@ FLEET = ["--mix", "chat-heavy", "--duration", "8"]
 
 def test_report_counts_gpus_and_says_that_the_queue_grows(tmp_path: Path) -> None:
     file = tmp_path / "found.json"
-    flags = ["--pools", "mixed=1xh100-70b", "--request-rate", "100", "--json", str(file)]
+    flags = ["--pools", "mixed=1xh100-70b", "--request-rate", "60", "--json", str(file)]
     result = run("simulate", *flags, *FLEET)
     assert result.exit_code == 0, result.output
     assert "on 1 replica with 4 GPUs in all" in result.stdout
