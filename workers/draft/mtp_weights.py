@@ -141,7 +141,7 @@ def _head_in(path: Path, served: PretrainedConfig) -> tuple[PretrainedConfig, "_
 class _Chosen:
     """Picks the tensors of a head, and of the embedding and the output projection, out of those of a checkpoint.
 
-    Layers keep the names that they have in a model without other layers. The tensors before them are kept for `read`.
+    Renames each layer as in a model that has the head's layers alone. Keeps the tensors before the layers for `read`.
     """
 
     def __init__(self, path: Path, num_layers: int, own: PretrainedConfig) -> None:

@@ -192,8 +192,8 @@ class Forecast:
         """
         if self.cost is None:
             return 0.0
-        encoder_seconds = self.encoding.seconds_left(request) if request.items else 0.0
-        return self.compute_seconds(request, *self._rest(request)) + self.interval_share * encoder_seconds
+        encoder_seconds = self.interval_share * self._encoder_seconds(request)
+        return self.compute_seconds(request, *self._rest(request)) + encoder_seconds
 
     @property
     def work(self) -> PromptWork:
@@ -203,8 +203,7 @@ class Forecast:
 
     def prompt_work(self, request: Request) -> float:
         """Return the work that the prompt of a new request will add."""
-        encoder_seconds = self.encoding.seconds_left(request) if request.items else 0.0
-        return self.chunk_work(request, *self._rest(request), encoder_seconds)
+        return self.chunk_work(request, *self._rest(request), self._encoder_seconds(request))
 
     def chunk_work(self, request: Request, start: int, end: int, encoder_seconds: float) -> float:
         """Return the work of tokens [start, end) of a prompt and of its pictures, in the unit of `work`."""
@@ -216,6 +215,10 @@ class Forecast:
     def seconds_alone(self, request: Request) -> float:
         """Return the seconds until the rest of a request's prompt is computed on an idle replica; 0 without a cost."""
         return self.prefill_seconds(request) + self._drain_seconds(request)
+
+    def _encoder_seconds(self, request: Request) -> float:
+        """Return the seconds of the pictures of a prompt that are left to encode."""
+        return self.encoding.seconds_left(request) if request.items else 0.0
 
     def _drain_seconds(self, request: Request) -> float:
         """Return the seconds of a prompt's last step in the pipeline, beyond the interval between two steps."""

@@ -7,6 +7,7 @@ refused by all other readers.
 import hashlib
 import json
 import struct
+from collections.abc import Collection
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,13 @@ _SAMPLE = 4096  # bytes
 
 def is_object_url(name: str) -> bool:
     """Report whether the name of a model is a folder in an object store."""
-    return name.partition("://")[0] in _PACKAGES and "://" in name
+    return has_scheme(name, _PACKAGES)
+
+
+def has_scheme(name: str, schemes: Collection[str]) -> bool:
+    """Return whether a name is a URL of one of the schemes."""
+    scheme, separator, _ = name.partition("://")
+    return bool(separator) and scheme in schemes
 
 
 def origin_of(folder: Path) -> str | None:

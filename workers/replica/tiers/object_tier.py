@@ -14,6 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+from crossdock.workers.model.loaders.objects import has_scheme
 from crossdock.workers.replica.tiers.page_format import HEADER_BYTES, header_of, is_header_of, page_in, path_of
 from crossdock.workers.schedule.prefixes.tier_pages import PageKey
 
@@ -40,7 +41,7 @@ class _Object(NamedTuple):
 
 def is_store(place: str) -> bool:
     """Return whether `place` of kv_cache_files is the URL of an object store; else it is a folder."""
-    return place.partition("://")[0] in _SCHEMES and "://" in place
+    return has_scheme(place, _SCHEMES)
 
 
 class ObjectTier:

@@ -41,7 +41,7 @@ def test_memory_is_pinned_to_the_byte(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class LateCopies:
-    """Copies in order, as a stream of a GPU does: each when somebody waits for it or for a later one, or in the end."""
+    """Copies late, in order, as a stream of a GPU may: when somebody waits for a copy, it makes all up to that one."""
 
     def __init__(self) -> None:
         self.begun: list[LateCopy] = []
@@ -104,7 +104,7 @@ def test_step_waits_for_the_copies_of_its_own_pages_alone() -> None:
     assert len(stream.begun) == 1, "what has ended is not copied again"
     assert list(copies.take_copied()) == [1.0, 1.0], "copies that began together share their seconds"
     copies.settle(slots=[3])
-    assert len(stream.begun) == 2, "nobody writes to page 0"
+    assert len(stream.begun) == 2, "no step writes to page 0"
 
 
 def test_content_whose_slot_goes_to_another_page_is_not_copied() -> None:
