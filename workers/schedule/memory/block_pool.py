@@ -34,7 +34,7 @@ class BlockPool:
         """`page_tokens`: see `EvictionPrice`. `state_pages`: how many pages a snapshot has."""
         self.prefixes = prefixes
         self.price = EvictionPrice(num_pages, page_tokens)
-        self.cached = CachedPages(self.price)  # indexed and unowned
+        self.cached = CachedPages(self.price, num_pages)  # indexed and unowned
         self.num_owners = array("i", [0]) * num_pages  # by page; numpy reads it without a copy
         self.num_shared = 0  # pages with several owners
         self.hash_of: list[PageHash | None] = [None] * num_pages  # by page; None: not indexed

@@ -1,6 +1,7 @@
 """The cached pages: the least recently used one goes first, and what one more eviction costs."""
 
 import random
+from collections import OrderedDict
 from math import inf
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from crossdock.workers.schedule.cost.cost import StepCost
-from crossdock.workers.schedule.memory.cached_pages import EvictionPrice
+from crossdock.workers.schedule.memory.cached_pages import CachedPages, EvictionPrice
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.request.page_hashes import hash_pages
 
@@ -70,6 +71,29 @@ def test_price_above_a_tier_is_at_most_the_seconds_to_load_a_page(load_s: float,
     price.evicted(10.0)
     price.used(0, 6.0)
     assert price.at(1.0) == pytest.approx(again_s / 2)  # one of two old pages was used again
+
+
+PAGES = st.lists(st.integers(0, 7), max_size=5, unique=True)
+
+
+@given(st.lists(st.tuples(st.sampled_from(("add", "share", "evict")), PAGES), max_size=40))
+def test_pages_leave_in_the_order_of_their_last_use(events: list[tuple[str, list[int]]]) -> None:
+    cached, model = CachedPages(EvictionPrice(8, SIZE), 8), OrderedDict[int, float]()
+    for number, (event, pages) in enumerate(events):
+        cached.pass_time(float(number))
+        if event == "add":
+            cached.add(pages)
+            for page in pages:
+                model[page] = float(number)
+                model.move_to_end(page)
+        elif event == "share":
+            cached.share(pages)
+            for page in pages:
+                model.pop(page, None)
+        elif model:
+            assert cached.evict() == model.popitem(last=False)[0]
+        assert (len(cached), cached.newest_first()) == (len(model), [*reversed(model)])
+        assert [page in cached for page in range(8)] == [page in model for page in range(8)]
 
 
 def test_price_is_zero_before_any_eviction_and_falls_with_the_age_of_the_oldest() -> None:
