@@ -1,7 +1,7 @@
 """Which requests may queue, and which of those may start: promises, slots, and limits on partly computed prompts."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
 from typing import Literal
 
@@ -26,8 +26,22 @@ class Startable:
     table: RequestTable
     least_urgent: Turn = _LEAST_URGENT
     _num_misfits: int = 0  # requests of that turn that lack pages
+    _without_slot: set[tuple[int, str]] = field(default_factory=set)  # tenants that leave the last ones of a class
 
     def may_start(self, request: Request) -> bool:
+        """Return whether a request may start if it finds pages: there is a slot, and it passes none that could not."""
+        own = request.priority, request.tenant
+        if own in self._without_slot or not self.is_next(request):
+            return False
+        if num_slots(self.table, request.priority) <= 0:
+            self.stays(request, "slot")
+            return False
+        if not has_slot(self.table, request):
+            self._without_slot.add(own)
+            return False
+        return True
+
+    def is_next(self, request: Request) -> bool:
         """Return whether no request that goes before this one could not start."""
         return turn(request, self.table.tenants) <= self.least_urgent and request.id not in self.table.kept_back
 

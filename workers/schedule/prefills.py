@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import inf
 
 from crossdock.workers.schedule import kv, windows
-from crossdock.workers.schedule.admission import Startable, has_slot, is_long, may_be_partial, num_slots
+from crossdock.workers.schedule.admission import Startable, is_long, may_be_partial
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.first_token import queue_seconds
 from crossdock.workers.schedule.forecast import Forecast
@@ -189,26 +189,25 @@ class PrefillScheduler:
         chunks: list[Scheduled] = []
         charges: list[tuple[Request, float]] = []
         startable = Startable(self.table)
-        without_slot = set[tuple[int, str]]()  # tenants that must leave the last slots of a class to others
         for request in prefills:
             if budget.is_spent:
                 break
+            start = request.num_scheduled_tokens
+            hit = None
             if request.status is Status.WAITING:
                 if not startable.may_start(request):
                     continue
-                if (request.priority, request.tenant) in without_slot:
-                    continue
-                has_room = num_slots(self.table, request.priority) > 0
-                if has_room and not has_slot(self.table, request):
-                    without_slot.add((request.priority, request.tenant))
-                    continue
-                started = has_room and self._start(request, budget)
-                if not started:
-                    startable.stays(request, "slot" if not has_room else "pages" if started is None else "chunk")
-                    continue
-            start = request.num_scheduled_tokens
+                hit = kv.match_prefix(self.table, request)
+                request.expected_cached_tokens = start = hit.num_pages * self.table.pages.page_size
             prompt = self._prompt(request, start)
             num_tokens, limit = self._chunk(request, prompt, budget)
+            if hit is not None:
+                is_whole = start + num_tokens == request.num_tokens
+                may_begin = num_tokens > 0 and (is_whole or may_be_partial(self.table, request))
+                if not may_begin or not kv.admit(self.table, request, hit):
+                    startable.stays(request, "pages" if may_begin else "chunk")
+                    budget.reason = budget.reason if num_tokens else limit or budget.reason
+                    continue
             if self.table.pages.has_windows:
                 num_tokens = windows.chunk_within(self.table, request, start, num_tokens, max(prompt.least, 1))
             num_tokens = self.states.chunk_within(request, start, num_tokens)
@@ -226,19 +225,6 @@ class PrefillScheduler:
             for request, seconds in charges:  # only now: who may start is told by the turns before this step
                 self.table.tenants.charge(request, seconds)
         return chunks
-
-    def _start(self, request: Request, budget: ChunkBudget) -> bool | None:
-        """Start a waiting request that has a slot, if a chunk would fit now. None: only pages are missing."""
-        table = self.table
-        hit = kv.match_prefix(table, request)
-        request.expected_cached_tokens = start = hit.num_pages * table.pages.page_size
-        num_tokens, limit = self._chunk(request, self._prompt(request, start), budget)
-        if not num_tokens:
-            budget.reason = limit or budget.reason
-            return False
-        if start + num_tokens < request.num_tokens and not may_be_partial(table, request):
-            return False
-        return kv.admit(table, request, hit) or None
 
     def _chunk(self, request: Request, prompt: Candidate, budget: ChunkBudget) -> PromptChunk:
         """Return how many tokens of a prompt to compute now, and whether a picture limits this number."""

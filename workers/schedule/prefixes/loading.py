@@ -153,7 +153,7 @@ class TierLoading:
         startable = Startable(self.table)
         for request in [each for each in waiting if not each.coming.is_looked_up][:_MOST_LOOKS]:
             page = kv.next_page(self.table, request)
-            if page in coming or not startable.may_start(request):
+            if page in coming or not startable.is_next(request):
                 continue
             if lacks := self._look_up(request):
                 startable.stays(request, lacks)
