@@ -52,13 +52,11 @@ class AdapterSlots:
             changes.append(SlotChange(adapter, dropped))
         return changes
 
-    def startable(self, prefills: Sequence[Request]) -> Sequence[Request]:
+    def startable(self, prefills: Sequence[Request]) -> list[Request]:
         """Return the requests whose adapters are loaded. `prefills`: in the order of their start.
 
         Behind a starving request that has no adapter yet, no other starts that holds a slot: one becomes free then.
         """
-        if not self.num_slots:
-            return prefills
         found = list[Request]()
         keeps_slots = False
         for request in prefills:

@@ -1,10 +1,11 @@
 """The chunks of one step: a budget of tokens and seconds, filled prompt by prompt."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import TypeAlias
 
-from crossdock.workers.schedule import kv, windows
+from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.admission import Startable, is_long, may_be_partial
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.first_token import queue_seconds
@@ -24,12 +25,13 @@ from crossdock.workers.schedule.policies.chunking import (
 )
 from crossdock.workers.schedule.policies.order import AGEING, order_prefills, prefill_reason
 from crossdock.workers.schedule.policies.pace import LENT_KNEE, lent_due, longest_gap
-from crossdock.workers.schedule.prefixes import split_point
-from crossdock.workers.schedule.recurrent.states import NO_STATES, NoStates, RecurrentStates
 from crossdock.workers.schedule.request.batch import Scheduled
 from crossdock.workers.schedule.request.request import Request, Status, adapter_work
 from crossdock.workers.schedule.request.submission import Leg
 from crossdock.workers.schedule.table import RequestTable
+
+ChunkLimit: TypeAlias = Callable[[Request, int, int], int]
+"""Returns how many of so many tokens of a running prompt, from a position on, may be computed."""
 
 NEAR_DEADLINE = 0.8
 """Share of the time left that the rest of a prompt may be predicted to take before streams lend all that they can. The
@@ -42,7 +44,7 @@ class PrefillScheduler:
 
     table: RequestTable
     forecast: Forecast
-    states: RecurrentStates | NoStates = NO_STATES
+    limits: Sequence[ChunkLimit] = ()  # of windows, recurrent states and tiers
     row_tile: int = 1  # see `ChunkBudget`
 
     def candidates(self, running: Sequence[Request]) -> list[Request]:
@@ -208,10 +210,8 @@ class PrefillScheduler:
                     startable.stays(request, "pages" if may_begin else "chunk")
                     budget.reason = budget.reason if num_tokens else limit or budget.reason
                     continue
-            if self.table.pages.has_windows:
-                num_tokens = windows.chunk_within(self.table, request, start, num_tokens, max(prompt.least, 1))
-            num_tokens = self.states.chunk_within(request, start, num_tokens)
-            num_tokens = split_point.chunk_within(self.table, self.forecast, request, start, num_tokens)
+            for within in self.limits:
+                num_tokens = within(request, start, num_tokens)
             if request.items:
                 num_tokens = encoding.outside_items(request, start, num_tokens, self.table.pages.page_size)
             budget.reason = limit or budget.reason

@@ -8,8 +8,9 @@ A request is made from a submission, request/submission.py. Other rooms add to t
 windows.py, handoff.py (two replicas), ahead.py and fast_forward.py (several steps).
 """
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import NamedTuple
 
 from crossdock.workers.schedule import admission, kv, windows
@@ -26,13 +27,13 @@ from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.policies.chunk_policies import meaning_of
 from crossdock.workers.schedule.policies.order import AGEING
 from crossdock.workers.schedule.policies.pace import next_due, skip_decodes
-from crossdock.workers.schedule.prefills import PrefillScheduler
+from crossdock.workers.schedule.prefills import ChunkLimit, PrefillScheduler
+from crossdock.workers.schedule.prefixes import split_point
 from crossdock.workers.schedule.prefixes.awaited import Awaited
 from crossdock.workers.schedule.prefixes.borrowed import BorrowedPrefixes
 from crossdock.workers.schedule.prefixes.loading import TierLoading
-from crossdock.workers.schedule.prefixes.split_point import meet
 from crossdock.workers.schedule.prefixes.tier_pages import TierPages
-from crossdock.workers.schedule.recurrent.states import NO_STATES, RecurrentStates
+from crossdock.workers.schedule.recurrent.states import RecurrentStates
 from crossdock.workers.schedule.request.batch import NO_ENCODER_WORK, Batch, SampledToken, Scheduled
 from crossdock.workers.schedule.request.request import FinishReason, Request, Status, TokenDelta
 from crossdock.workers.schedule.request.slo import priority_of
@@ -108,13 +109,12 @@ class Scheduler:
             ValueError: a request of `max_model_len` could not be served, or there are recurrent layers and items that
                 one chunk must compute whole.
         """
-        encoding = encoding if encoding is not None else Encoding(0)
+        encoding = self.encoding = encoding if encoding is not None else Encoding(0)
         encoding.check_states(bool(pages.state_pages))
         config.check_capacity(pages, max_model_len)
         self.config = config
         self.pages = pages
         self.eos_token_ids = eos_token_ids
-        self.encoding = encoding
         table = self.table = RequestTable(config, pages, max_model_len)
         if drafting is not None:
             num_drafts = longest_verified(drafting.config, bool(pages.state_pages))
@@ -123,13 +123,12 @@ class Scheduler:
         self.handoff = Handoff(table, self.forecast)
         self.awaited = Awaited(table)
         self.loading = TierLoading(table, self.forecast, self.awaited, tiers or TierPages())
-        if pages.prefixes.events is not None:
-            for tier in self.loading.tiers.tiers:
-                tier.announce_in(pages.prefixes.events)
         self.adapters = AdapterSlots(table, max_loras)
         self.borrowed = BorrowedPrefixes(table, self.forecast, self.awaited)
-        self._states = RecurrentStates(table, self.forecast) if pages.state_pages else NO_STATES
-        self._prefills = PrefillScheduler(table, self.forecast, self._states, row_tile)
+        self._states = RecurrentStates(table, self.forecast) if pages.state_pages else None
+        limits = _limits(self.forecast, encoding, self._states, has_tiers=bool(self.loading.tiers.tiers))
+        self._when_computed = _when_computed(table, has_tiers=bool(self.loading.tiers.tiers))
+        self._prefills = PrefillScheduler(table, self.forecast, limits, row_tile)
         self.verification = Verification(table, self.forecast, drafting, self._states) if drafting is not None else None
         if cost is not None:
             pages.block_pool.price.learn(cost, self.loading.tiers.page_s)
@@ -167,7 +166,9 @@ class Scheduler:
             raise InvalidField(f"{reason} (--prefill-order fcfs)", "priority_in_class")
         request.priority = priority_of(self.config.slo_classes, asked.slo_class)
         request.queued_at = request.arrival_time - asked.waited_s
-        num_pages, load_s = self.loading.predicted(request)
+        num_pages, load_s = kv.match_prefix(self.table, request).num_pages, 0.0
+        if self.loading.tiers.tiers:
+            num_pages, load_s = self.loading.predicted(request)
         request.expected_cached_tokens = max(num_pages * self.pages.page_size, asked.source_tokens)
         request.aged_rest = self.forecast.prompt_work(request) + AGEING * self.forecast.work.done
         if request.leg is not Leg.RECEIVE and not asked.output_token_ids:  # else the first token is made elsewhere
@@ -258,11 +259,16 @@ class Scheduler:
         """
         self.table.begin_step(now)
         self.table.needs_preemption = False
-        self.encoding.begin_step(self.table.is_starving)
+        if self.encoding.capacity:
+            self.encoding.begin_step(self.table.is_starving)
         streams = streams or self._choose_streams()
         decodes = self._grow(streams.chosen)
-        self.loading.begin(prefills := self._prefills.candidates(streams.prefilling))
-        prefills = self.awaited.without_waiting(self.adapters.startable(prefills))
+        prefills = self._prefills.candidates(streams.prefilling)
+        if self.loading.tiers.tiers:
+            self.loading.begin(prefills)
+        if self.adapters.num_slots:
+            prefills = self.adapters.startable(prefills)
+        prefills = self.awaited.without_waiting(prefills)
         if self.config.mixed_chunks or not decodes or not prefills:
             batch = self._mix(decodes, streams.skipped, prefills)
         else:
@@ -270,8 +276,9 @@ class Scheduler:
         if self.verification is not None:
             batch = self.verification.with_drafts(batch, drafts or {})
         self.table.lacks_pages = False
-        batch = self._states.with_states(batch)
-        if batch and (work := self.encoding.take_work()) is not NO_ENCODER_WORK:
+        if self._states is not None:
+            batch = self._states.with_states(batch)
+        if self.encoding.capacity and batch and (work := self.encoding.take_work()) is not NO_ENCODER_WORK:
             batch = replace(batch, encoder=work)
         for part in batch.scheduled:
             part.request.num_in_flight_tokens += part.num_tokens
@@ -309,7 +316,7 @@ class Scheduler:
             decodes.append(Scheduled(stream, stream.num_computed_tokens, 1, held, True, "decode", further))
         if self.table.num_preemptions > num_preemptions:  # perhaps of a stream, for one after it
             decodes = _running(decodes)
-        return self._states.with_tokens_again(decodes)
+        return decodes if self._states is None else self._states.with_tokens_again(decodes)
 
     def _mix(self, decodes: list[Scheduled], skipped: Collection[str], prefills: Sequence[Request]) -> Batch:
         """Return the step of `decodes` and of chunks for as many prompts as fit."""
@@ -344,9 +351,6 @@ class Scheduler:
         running = Status.RUNNING
         send = Leg.SEND
         self.pages.block_pool.cached.pass_time(now)
-        has_states = bool(self.pages.state_pages)
-        has_windows = self.pages.has_windows
-        has_tiers = bool(self.loading.tiers.tiers)
         for part in batch.scheduled:
             request = part.request
             request.num_in_flight_tokens -= part.num_tokens
@@ -358,7 +362,8 @@ class Scheduler:
             reason = None
             if part.samples:
                 if (token := sampled.get(request.id)) is None:
-                    self._states.undo(part)
+                    if self._states is not None:
+                        self._states.undo(part)
                     continue
                 delta, reason = append_sampled(table, request, token, self.eos_token_ids)
                 if part.drafts:
@@ -366,15 +371,13 @@ class Scheduler:
             elif end == request.num_tokens:  # max_tokens is 0: only the prompt was asked for
                 delta = new_delta(request)
                 reason = FinishReason.LENGTH
-            if has_states:
+            if self._states is not None:
                 end = self._states.end(part, end)
             request.num_computed_tokens = end
             if end // size > part.start // size:
                 kv.index_full_pages(table, request, part.start)
-            if has_tiers and request.coming.tail is not None:
-                meet(table, request)
-            if has_windows:
-                windows.slide(table, request)
+            for follow in self._when_computed:
+                follow(request)
             if part.drafts and self.verification is not None:
                 self.verification.verified(request, len(part.drafts), len(sampled[request.id].accepted))
             if delta is None:
@@ -388,12 +391,39 @@ class Scheduler:
             if reason is not None:
                 delta.finish_reason = reason
                 delta.charged_s = request.charged_s
-                self._states.keep_last(request)
+                if self._states is not None:
+                    self._states.keep_last(request)
                 table.end(request, reason)
             elif request.leg is send:
                 table.hold(request)
-        self.loading.take_back()
+        if self.loading.tiers.tiers:
+            self.loading.take_back()
         return deltas
+
+
+def _limits(
+    forecast: Forecast, encoding: Encoding, states: RecurrentStates | None, has_tiers: bool
+) -> list[ChunkLimit]:
+    """List the limits of running prompts' chunks, beside the budget of a step: none on most replicas."""
+    table = forecast.table
+    limits = list[ChunkLimit]()
+    if table.pages.has_windows:
+        limits.append(partial(windows.chunk_within, table, encoding))
+    if states is not None:
+        limits.append(states.chunk_within)
+    if has_tiers:
+        limits.append(partial(split_point.chunk_within, table, forecast))
+    return limits
+
+
+def _when_computed(table: RequestTable, has_tiers: bool) -> list[Callable[[Request], None]]:
+    """List the functions to call with each request of which a step has computed tokens: none on most replicas."""
+    called = list[Callable[[Request], None]]()
+    if table.pages.has_windows:
+        called.append(partial(windows.slide, table))
+    if has_tiers:
+        called.append(partial(split_point.meet, table))
+    return called
 
 
 def _running(parts: Sequence[Scheduled]) -> list[Scheduled]:

@@ -19,7 +19,7 @@ from crossdock.workers.schedule.drafts.drafting import DraftPolicy, Stream
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.forecast import Forecast
 from crossdock.workers.schedule.policies.chunking import FREE_SHARE, longest_step
-from crossdock.workers.schedule.recurrent.states import NO_STATES, NoStates, RecurrentStates
+from crossdock.workers.schedule.recurrent.states import RecurrentStates
 from crossdock.workers.schedule.request.batch import Batch, Scheduled
 from crossdock.workers.schedule.request.request import Request, adapter_work
 from crossdock.workers.schedule.table import RequestTable
@@ -72,7 +72,7 @@ class Verification:
     table: RequestTable
     forecast: Forecast
     policy: DraftPolicy
-    states: RecurrentStates | NoStates = NO_STATES
+    states: RecurrentStates | None = None  # None: no layer is recurrent
     totals: DraftTotals = field(default_factory=DraftTotals)
     gap_share: float = 1.0  # recent seconds per token of the streams, as a share of those without drafts
     _lengthened: float = 1.0  # seconds of the last step, as a share of those without drafts; predicted
@@ -144,7 +144,7 @@ class Verification:
             if room:
                 num_tokens = part.num_tokens + room
                 part = structs.replace(part, num_tokens=num_tokens, drafts=tokens[:room], reason="decode with drafts")
-                verified.append(self.states.with_state(part))
+                verified.append(part if self.states is None else self.states.with_state(part))
             else:
                 without.append(part)
         chunks = batch.scheduled[batch.num_decodes :]

@@ -124,9 +124,8 @@ class Awaited:
     def without_waiting(self, prefills: Sequence[Request]) -> list[Request]:
         """Return the prompts that await no pages, neither of their own nor those that come for another prompt."""
         table = self.table
-        coming = self.pages_coming(prefills)
         others = [each for each in prefills if not table.awaits_pages(each)]
-        if not coming:
+        if len(others) == len(prefills) or not (coming := self.pages_coming(prefills)):
             return others
         return [each for each in others if each.status is Status.RUNNING or kv.next_page(table, each) not in coming]
 

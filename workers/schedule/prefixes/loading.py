@@ -130,6 +130,11 @@ class TierLoading:
     _underway: dict[str, PrefixLoad] = field(default_factory=dict)  # not taken back, by owner of the pages
     _queued_s: float = 0.0  # predicted, of all loads that have not ended
 
+    def __post_init__(self) -> None:
+        if (events := self.table.pages.prefixes.events) is not None:
+            for tier in self.tiers.tiers:
+                tier.announce_in(events)
+
     @property
     def queued_s(self) -> float:
         """Return the predicted seconds until all loads that have begun will have ended."""

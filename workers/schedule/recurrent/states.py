@@ -26,35 +26,6 @@ from crossdock.workers.schedule.request.request import Request
 from crossdock.workers.schedule.table import RequestTable
 
 
-class NoStates:
-    """The states of a model without recurrent layers: none, so that nothing depends on them."""
-
-    def chunk_within(self, request: Request, start: int, num_tokens: int) -> int:
-        return num_tokens
-
-    def with_tokens_again(self, decodes: list[Scheduled]) -> list[Scheduled]:
-        """Return the decodes as they are: no token is computed again."""
-        return decodes
-
-    def with_states(self, batch: Batch) -> Batch:
-        return batch
-
-    def with_state(self, part: Scheduled) -> Scheduled:
-        return part
-
-    def end(self, part: Scheduled, end: int) -> int:
-        return end
-
-    def undo(self, part: Scheduled) -> None:
-        """Do nothing: the tokens are computed again over the same pages."""
-
-    def keep_last(self, request: Request) -> None:
-        """Do nothing."""
-
-
-NO_STATES = NoStates()
-
-
 @dataclass(slots=True)
 class RecurrentStates:
     """Names the pages of states in each step, and makes snapshots."""
