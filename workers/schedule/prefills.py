@@ -10,7 +10,7 @@ from crossdock.workers.schedule.admission import Startable, is_long, may_be_part
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.first_token import queue_seconds
 from crossdock.workers.schedule.forecast import Forecast
-from crossdock.workers.schedule.pictures.encoding import PromptChunk, chunk_with_items
+from crossdock.workers.schedule.pictures.encoding import chunk_with_items
 from crossdock.workers.schedule.policies.chunk_policies import meaning_of
 from crossdock.workers.schedule.policies.chunking import (
     LEAST_SHARE,
@@ -85,42 +85,12 @@ class PrefillScheduler:
         self, decodes: Sequence[Scheduled], skipped: Collection[str], prefills: Sequence[Request]
     ) -> ChunkBudget:
         """Return the budget for the chunks of `prefills`, in their order, beside `decodes`."""
-        table = self.table
-        first = prefills[0]
         config = self.table.config
         cost = self.forecast.cost
-        if cost is None or not meaning_of(config.chunk_policy).fits_streams or not config.enable_chunked_prefill:
-            budget = fixed_chunk_budget(config.max_num_batched_tokens, len(decodes), config.enable_chunked_prefill)
-            if cost is not None and meaning_of(config.chunk_policy).fits_streams and not self._has_streams(decodes):
-                budget.cost = cost
-                budget.seconds = self._idle_step(prefills, cost)
-                budget.reason = f"idle step of {budget.seconds * 1e3:.0f} ms"
+        if cost is None or not config.enable_chunked_prefill or not meaning_of(config.chunk_policy).fits_streams:
+            budget = self._fixed(decodes, prefills)
         else:
-            streams = [each for each in table.running if each.is_decoding and each.id not in skipped]
-            arriving = [self.forecast.second_token_due(each, table.now) for each in table.arriving()]
-            contexts = [part.start for part in decodes]
-            overrun = self.forecast.overrun_when_full
-            tpots = {table.tpot_s(each) for each in streams}
-            most_urgent = min([stream.priority for stream in streams], default=len(config.slo_classes))
-            slack = min([_due_behind(table, stream) for stream in streams] + arriving, default=inf) - table.now
-            if tpots:
-                slack = min(slack, longest_gap(min(tpots), is_urgent=first.priority <= most_urgent))
-            adapters = adapter_work([part.request for part in decodes])
-            work = StepWork.of_streams(len(contexts), sum(contexts), adapters)
-            budget = adaptive_chunk_budget(
-                config.max_num_batched_tokens,
-                floor_beside(cost, work, list(tpots), overrun, config.chunk_floor),
-                contexts,
-                slack,
-                self._longest(first, cost.seconds(work)) if streams else self._idle_step(prefills, cost),
-                cost,
-                most_urgent,
-                overrun,
-                adapters,
-            )
-            if streams and (most := self._most_lent(first, cost.seconds(work))) > budget.seconds:
-                lent = [self._lent_slack(stream, first) for stream in streams]
-                self._lend(budget, first, min([*lent, *(due - table.now for due in arriving)]), most)
+            budget = self._adaptive(cost, decodes, skipped, prefills)
         for part in decodes:
             if part.num_tokens > 1:  # tokens that are computed again
                 budget.tokens -= part.num_tokens - 1
@@ -133,9 +103,61 @@ class PrefillScheduler:
         budget.rows = sum(part.num_tokens for part in decodes)
         return budget
 
-    def _has_streams(self, decodes: Sequence[Scheduled]) -> bool:
-        """Return whether a stream runs, in the step or not."""
-        return bool(decodes) or any(each.is_decoding for each in self.table.running)
+    def _fixed(self, decodes: Sequence[Scheduled], prefills: Sequence[Request]) -> ChunkBudget:
+        """Return a budget of tokens. Whole prompts of an adaptive policy take an idle step's seconds beside no stream,
+        in the step or not."""
+        config = self.table.config
+        cost = self.forecast.cost
+        budget = fixed_chunk_budget(config.max_num_batched_tokens, len(decodes), config.enable_chunked_prefill)
+        has_streams = decodes or any(each.is_decoding for each in self.table.running)
+        if cost is not None and meaning_of(config.chunk_policy).fits_streams and not has_streams:
+            budget.cost = cost
+            budget.seconds = self._idle_step(prefills, cost)
+            budget.reason = f"idle step of {budget.seconds * 1e3:.0f} ms"
+        return budget
+
+    def _adaptive(
+        self, cost: StepCost, decodes: Sequence[Scheduled], skipped: Collection[str], prefills: Sequence[Request]
+    ) -> ChunkBudget:
+        """Return the budget by which no stream is late: none of `decodes`, and none that other replicas prefill."""
+        table = self.table
+        config = self.table.config
+        first = prefills[0]
+        streams = [each for each in table.running if each.is_decoding and each.id not in skipped]
+        arriving = [self.forecast.second_token_due(each, table.now) - table.now for each in table.arriving()]
+        overrun = self.forecast.overrun_when_full
+        tpots = {table.tpot_s(each) for each in streams}
+        most_urgent = min([stream.priority for stream in streams], default=len(config.slo_classes))
+        slack = min([_due_behind(table, stream) - table.now for stream in streams] + arriving, default=inf)
+        if tpots:
+            slack = min(slack, longest_gap(min(tpots), is_urgent=first.priority <= most_urgent))
+        adapters = adapter_work([part.request for part in decodes])
+        work = StepWork.of_streams(len(decodes), sum([part.start for part in decodes]), adapters)
+        alone = cost.seconds(work)
+        floor = floor_beside(cost, work, list(tpots), overrun, config.chunk_floor, alone)
+        longest = self._longest(first, cost, alone) if streams else self._idle_step(prefills, cost)
+        max_tokens = config.max_num_batched_tokens
+        budget = adaptive_chunk_budget(max_tokens, floor, work, slack, longest, cost, most_urgent, overrun)
+        if streams:
+            most = longest if self._is_deadline_near(first) else min(LENT_KNEE * alone, longest)
+            self._lend(budget, first, streams, arriving, most)
+        return budget
+
+    def _lend(
+        self, budget: ChunkBudget, prompt: Request, streams: Sequence[Request], arriving: Sequence[float], most: float
+    ) -> None:
+        """Let the chunk of one prompt fill the slack that streams lend, in a step of at most `most` seconds.
+
+        `arriving`: seconds until others that will decode here need theirs. They lend nothing.
+        """
+        if most <= budget.seconds:
+            return
+        slack = min([*[self._lent_slack(stream, prompt) for stream in streams], *arriving])
+        seconds = min(longest_step(slack, self.forecast.overrun_when_full), most)
+        if seconds > budget.seconds:
+            budget.lent_to = prompt.id
+            budget.lent_seconds = seconds
+            budget.reason = f"slack of {slack * 1e3:.0f} ms is lent"
 
     def _idle_step(self, prefills: Sequence[Request], cost: StepCost) -> float:
         """Return the seconds of the longest step for chunks of `prefills` beside no stream."""
@@ -163,34 +185,23 @@ class PrefillScheduler:
             return min(stream.due - now, longest_gap(tpot, is_urgent=False))
         return lent_due(stream, tpot) - now
 
-    def _most_lent(self, prompt: Request, alone: float) -> float:
-        """Return the most seconds of a step that streams lend to a prompt. `alone`: seconds of their decodes."""
-        idle_seconds = self._longest(prompt, alone)
-        return idle_seconds if self._is_deadline_near(prompt) else min(LENT_KNEE * alone, idle_seconds)
-
-    def _longest(self, prompt: Request, alone: float) -> float:
+    def _longest(self, prompt: Request, cost: StepCost, alone: float) -> float:
         """Return the most seconds of a step with streams and a chunk of a prompt. `alone`: of its decodes."""
         seconds = self.table.config.idle_step_share * self.table.tightest_ttft_s()
-        cost = self.forecast.cost
         depth = self.forecast.depth
-        if cost is None or depth == 1:
+        if depth == 1:
             return seconds
         work = max(cost.chunk_seconds(0, prompt.num_tokens), alone)
         return min(seconds, alone + balanced_seconds(cost.base, work, depth))
 
-    def _lend(self, budget: ChunkBudget, prompt: Request, slack: float, most: float) -> None:
-        """Let the chunk of one prompt fill the `slack` that streams lend, in a step of at most `most` seconds."""
-        seconds = min(longest_step(slack, self.forecast.overrun_when_full), most)
-        if seconds > budget.seconds:
-            budget.lent_to = prompt.id
-            budget.lent_seconds = seconds
-            budget.reason = f"slack of {slack * 1e3:.0f} ms is lent"
-
     def _fill(self, budget: ChunkBudget, prefills: Sequence[Request]) -> list[Scheduled]:
-        encoding = self.forecast.encoding
+        table = self.table
+        size = self.table.pages.page_size
+        is_one_alone = len(table.running) + len(table.waiting) <= 1 and not table.arriving()
+        threshold = 0 if is_one_alone else table.config.long_prefill_token_threshold  # as in vLLM
         chunks: list[Scheduled] = []
         charges: list[tuple[Request, float]] = []
-        startable = Startable(self.table)
+        startable = Startable(table)
         for request in prefills:
             if budget.is_spent:
                 break
@@ -199,66 +210,54 @@ class PrefillScheduler:
             if request.status is Status.WAITING:
                 if not startable.may_start(request):
                     continue
-                hit = kv.match_prefix(self.table, request)
-                request.expected_cached_tokens = start = hit.num_pages * self.table.pages.page_size
+                hit = kv.match_prefix(table, request)
+                request.expected_cached_tokens = start = hit.num_pages * size
+            encoding = self.forecast.encoding if request.items else None
             prompt = self._prompt(request, start)
-            num_tokens, limit = self._chunk(request, prompt, budget)
+            if encoding is None:
+                num_tokens, limit = budget.chunk(prompt, threshold, size), ""
+            else:
+                num_tokens, limit = chunk_with_items(encoding, request, prompt, budget, threshold, size)
             if hit is not None:
                 is_whole = start + num_tokens == request.num_tokens
-                may_begin = num_tokens > 0 and (is_whole or may_be_partial(self.table, request))
-                if not may_begin or not kv.admit(self.table, request, hit):
+                may_begin = num_tokens > 0 and (is_whole or may_be_partial(table, request))
+                if not may_begin or not kv.admit(table, request, hit):
                     startable.stays(request, "pages" if may_begin else "chunk")
                     budget.reason = budget.reason if num_tokens else limit or budget.reason
                     continue
             for within in self.limits:
                 num_tokens = within(request, start, num_tokens)
-            if request.items:
-                num_tokens = encoding.outside_items(request, start, num_tokens, self.table.pages.page_size)
+            if encoding is not None:
+                num_tokens = encoding.outside_items(request, start, num_tokens, size)
             budget.reason = limit or budget.reason
             if num_tokens:
                 chunks.append(self._part(request, start, num_tokens))
-                if request.items:
+                if encoding is not None:
                     prompt = prompt._replace(encoder_seconds=encoding.take(request, start, num_tokens))
                 budget.take(prompt, num_tokens)
                 charges.append((request, self._count(request, start, num_tokens, prompt.encoder_seconds)))
-        if self.table.tenants.in_use:
+        if table.tenants.in_use:
             for request, seconds in charges:  # only now: who may start is told by the turns before this step
-                self.table.tenants.charge(request, seconds)
+                table.tenants.charge(request, seconds)
         return chunks
 
-    def _chunk(self, request: Request, prompt: Candidate, budget: ChunkBudget) -> PromptChunk:
-        """Return how many tokens of a prompt to compute now, and whether a picture limits this number."""
-        threshold = 0 if self._is_one_request_alone() else self.table.config.long_prefill_token_threshold
-        page_size = self.table.pages.page_size
-        if request.items:
-            return chunk_with_items(self.forecast.encoding, request, prompt, budget, threshold, page_size)
-        return PromptChunk(budget.chunk(prompt, threshold, page_size))
-
     def _prompt(self, request: Request, start: int) -> Candidate:
-        priority = -1 if self.table.is_starving(request) else request.priority
-        factor = self.forecast.factor(request)
-        is_outside_lane = self._is_outside_lane(request)
-        least = 0
-        if request.items:
-            least = self.forecast.encoding.least_tokens(request, start, self.table.pages.page_size)
-        place = (start, request.num_tokens, priority, is_outside_lane, factor, request.id)
-        may_split = self._may_split_page(request)
-        adapter = request.adapter_weights
-        return Candidate(*place, least=least, may_split_page=may_split, adapter_weights=adapter)
-
-    def _may_split_page(self, request: Request) -> bool:
-        """Return whether chunks of a prompt may end inside of a page: its pages neither travel nor arrive meanwhile."""
-        is_alone = request.leg is Leg.LOCAL and request.coming.tail is None
-        return is_alone and not request.items and not self.table.pages.state_pages
-
-    def _is_one_request_alone(self) -> bool:
-        """Return whether only one request is computed here, or soon will be: as in vLLM, its chunks need no bound."""
+        """Describe the rest of a prompt from `start` on. A starving prompt is the most urgent one, and may use the lane
+        of short ones. A chunk may end inside of a page where no page travels or arrives meanwhile."""
         table = self.table
-        return len(table.running) + len(table.waiting) <= 1 and not table.arriving()
-
-    def _is_outside_lane(self, request: Request) -> bool:
-        """Return whether a prompt may not use the budget that is reserved for short ones. Starving ones may."""
-        return is_long(self.table, request) and not self.table.is_starving(request)
+        is_starving = table.is_starving(request)
+        has_own_pages = request.leg is Leg.LOCAL and request.coming.tail is None
+        return Candidate(
+            start,
+            request.num_tokens,
+            priority=-1 if is_starving else request.priority,
+            is_long=not is_starving and is_long(table, request),
+            factor=self.forecast.factor(request),
+            id=request.id,
+            least=self.forecast.encoding.least_tokens(request, start, table.pages.page_size) if request.items else 0,
+            may_split_page=has_own_pages and not request.items and not table.pages.state_pages,
+            adapter_weights=request.adapter_weights,
+        )
 
     def _part(self, request: Request, start: int, num_tokens: int) -> Scheduled:
         samples = start + num_tokens == request.num_tokens and request.sampling.max_tokens > 0

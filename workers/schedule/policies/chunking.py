@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from math import inf, sqrt
 from typing import NamedTuple
 
-from crossdock.workers.schedule.cost.cost import NO_ADAPTERS, NO_WORK, AdapterWork, StepCost, StepWork
+from crossdock.workers.schedule.cost.cost import NO_WORK, StepCost, StepWork
 
 SLACK_SHARE = 0.9
 """Share of the tightest stream's slack that a step may fill. The rest is for sending the token to the client.
@@ -241,13 +241,12 @@ def fixed_chunk_budget(max_num_batched_tokens: int, num_decodes: int, is_chunked
 def adaptive_chunk_budget(
     max_num_batched_tokens: int,
     floor: int,
-    contexts: Sequence[int],
+    decodes: StepWork,
     slack: float,
     idle_seconds: float,
     cost: StepCost,
     floor_priority: int = _NO_PRIORITY,
     overrun: float = 1.0,
-    adapters: AdapterWork = NO_ADAPTERS,
 ) -> ChunkBudget:
     """Return the budget that lets the step end within `slack` and within `idle_seconds`.
 
@@ -255,22 +254,20 @@ def adaptive_chunk_budget(
         max_num_batched_tokens: ceiling of tokens in the step.
         floor: tokens to compute for prompts of `floor_priority` or more urgent ones, however little time is left.
             Less urgent prompts get only what time is left, so that they make no stream late.
-        contexts: tokens of each decode in the step.
+        decodes: work of those in the step.
         slack: seconds until the first stream must have its token; infinite if no stream runs or arrives.
         idle_seconds: longest step. A request that arrives meanwhile waits for the end of the step.
         cost: what steps take.
         overrun: factor by which some steps take longer than predicted, and must still be in time.
-        adapters: of the decodes.
     """
-    tokens = max_num_batched_tokens - len(contexts)
+    tokens = max_num_batched_tokens - int(decodes.decodes)
     seconds = longest_step(slack, overrun)
     if seconds < idle_seconds:
-        reason = f"slack of {slack * 1e3:.0f} ms, {len(contexts)} decodes"
+        reason = f"slack of {slack * 1e3:.0f} ms, {decodes.decodes:.0f} decodes"
     else:
         seconds = idle_seconds
         reason = f"idle step of {idle_seconds * 1e3:.0f} ms"
-    work = StepWork.of_streams(len(contexts), sum(contexts), adapters)
-    return ChunkBudget(tokens, seconds, min(floor, tokens), floor_priority, cost, reason, work)
+    return ChunkBudget(tokens, seconds, min(floor, tokens), floor_priority, cost, reason, decodes)
 
 
 def idle_step(cost: StepCost, start: int, longest: float, waiting_s: float = 0.0) -> float:

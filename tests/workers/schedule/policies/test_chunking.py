@@ -44,7 +44,7 @@ def test_chunk_fits_budget_and_ends_on_a_page(
 def test_adaptive_chunk_keeps_the_step_within_the_slack(
     contexts: list[int], slack: float, start: int, length: int
 ) -> None:
-    budget = adaptive_chunk_budget(2048, 32, contexts, slack if contexts else inf, 0.5, COST)
+    budget = adaptive_chunk_budget(2048, 32, StepWork.of([], contexts), slack if contexts else inf, 0.5, COST)
     tokens = budget.chunk(Candidate(start, start + length, 0, False), 0, 16)
     assert tokens <= 2048 - len(contexts)
     assert tokens >= min(length, 32), "prompts never stand still"
@@ -61,7 +61,7 @@ def test_chunk_beside_adapters_or_with_one_is_shorter_and_keeps_the_step_within_
     size, found = 10_000_000, []
     for beside, own in ((0, 0), (8, 0), (0, 1), (8, 1)):
         streams = AdapterWork(beside * size, beside * size)
-        budget = adaptive_chunk_budget(2048, 32, [100] * 8, 0.25, 0.5, cost, adapters=streams)
+        budget = adaptive_chunk_budget(2048, 32, StepWork.of_streams(8, 800, streams), 0.25, 0.5, cost)
         tokens = budget.chunk(Candidate(0, 4000, adapter_weights=own * size), 0, 16)
         step = StepWork.of_streams(8, 800, streams).plus_chunk(0, tokens, own * size)
         assert cost.seconds(step) <= SLACK_SHARE * 0.25 < cost.seconds(step.plus_chunk(0, 16, own * size))
@@ -72,7 +72,7 @@ def test_chunk_beside_adapters_or_with_one_is_shorter_and_keeps_the_step_within_
 def test_less_urgent_prompt_goes_on_by_a_part_of_a_page_where_no_page_fits() -> None:
     """Beside four streams a page of a slow machine takes longer than the streams' slack."""
     cost = StepCost(base=17e-3, per_prefill_token=2.5e-3, per_attended=0.0, per_decode=1.6e-3, per_context=0.0)
-    budget = adaptive_chunk_budget(2048, 16, [100] * 4, 0.05, 0.5, cost, floor_priority=0)
+    budget = adaptive_chunk_budget(2048, 16, StepWork.of([], [100] * 4), 0.05, 0.5, cost, floor_priority=0)
     whole, split = (Candidate(0, 100, 2, may_split_page=which) for which in (False, True))
     assert budget.chunk(whole, 0, 16) == 0
     tokens = budget.chunk(split, 0, 16)
@@ -86,7 +86,7 @@ def test_less_urgent_prompt_goes_on_by_a_part_of_a_page_where_no_page_fits() -> 
 def test_chunk_whose_tokens_are_scored_keeps_the_step_within_the_slack_too() -> None:
     """Its seconds are 1.5 times those of others, also for the chunks after it in the same step."""
     allowed, fixed = SLACK_SHARE * 0.1, COST.decode_step_seconds(8, 800)
-    budget = adaptive_chunk_budget(2048, 32, [100] * 8, 0.1, 0.5, COST)
+    budget = adaptive_chunk_budget(2048, 32, StepWork.of([], [100] * 8), 0.1, 0.5, COST)
     plain, scored = (
         budget.chunk(Candidate(0, 10_000, 0, False), 0, 1),
         budget.chunk(Candidate(0, 10_000, 0, False, 1.5), 0, 1),
@@ -100,7 +100,9 @@ def test_chunk_whose_tokens_are_scored_keeps_the_step_within_the_slack_too() -> 
 
 def test_chunk_shrinks_with_the_depth_of_its_context() -> None:
     sizes = [
-        adaptive_chunk_budget(2048, 32, [100] * 8, 0.1, 0.5, COST).chunk(Candidate(start, 10**7, 0, False), 0, 16)
+        adaptive_chunk_budget(2048, 32, StepWork.of([], [100] * 8), 0.1, 0.5, COST).chunk(
+            Candidate(start, 10**7, 0, False), 0, 16
+        )
         for start in (0, 4096, 16_384, 65_536, 10**6)
     ]
     assert sizes == sorted(sizes, reverse=True)
@@ -117,7 +119,7 @@ FLAT = StepCost(base=21e-3, per_prefill_token=1e-4, per_decode=2e-4, breakpoint_
 @given(st.sampled_from([LAUNCHED, FLAT]), st.lists(st.integers(1, 2000), min_size=1, max_size=20), st.floats(-1, 0.015))
 def test_smallest_chunk_is_as_large_as_costs_nothing(cost: StepCost, contexts: list[int], slack: float) -> None:
     """Streams are late, and the step has a chunk all the same: one of 16 tokens would take as long."""
-    budget = adaptive_chunk_budget(2048, 16, contexts, slack, 0.5, cost)
+    budget = adaptive_chunk_budget(2048, 16, StepWork.of([], contexts), slack, 0.5, cost)
     tokens = budget.chunk(Candidate(0, 10_000), 0, 16)
     least = cost.seconds(StepWork.of([(0, 16)], contexts))
     assert tokens >= 32
@@ -159,16 +161,18 @@ def test_step_without_streams_is_the_shortest_whose_fixed_part_is_a_tenth(
 
 
 def test_budget_names_what_bounds_it() -> None:
-    assert "slack of 80 ms, 2 decodes" in adaptive_chunk_budget(512, 32, [9, 9], 0.08, 0.5, COST).reason
-    assert "idle" in adaptive_chunk_budget(512, 32, [], inf, 0.5, COST).reason
+    assert (
+        "slack of 80 ms, 2 decodes" in adaptive_chunk_budget(512, 32, StepWork.of([], [9, 9]), 0.08, 0.5, COST).reason
+    )
+    assert "idle" in adaptive_chunk_budget(512, 32, StepWork.of([], []), inf, 0.5, COST).reason
 
 
 def test_budget_says_when_a_chunk_took_the_floor() -> None:
     prompt = Candidate(0, 10_000)
-    late = adaptive_chunk_budget(512, 32, [9, 9], 0.01, 0.5, COST)
+    late = adaptive_chunk_budget(512, 32, StepWork.of([], [9, 9]), 0.01, 0.5, COST)
     late.take(prompt, late.chunk(prompt, 0, 16))
     assert late.reason == "floor of 32 tokens, slack of 10 ms, 2 decodes"
-    in_time = adaptive_chunk_budget(512, 32, [9, 9], 0.08, 0.5, COST)
+    in_time = adaptive_chunk_budget(512, 32, StepWork.of([], [9, 9]), 0.08, 0.5, COST)
     in_time.take(prompt, in_time.chunk(prompt, 0, 16))
     assert in_time.reason == "slack of 80 ms, 2 decodes"
 
@@ -176,12 +180,12 @@ def test_budget_says_when_a_chunk_took_the_floor() -> None:
 def test_chunk_shrinks_with_the_overrun_of_steps() -> None:
     """A step that overruns by half is in time all the same; steps that are never in time do not stop prompts."""
     for overrun in (1.0, 1.2, 1.5, 2.0):
-        budget = adaptive_chunk_budget(2048, 32, [100] * 4, 0.1, 0.5, COST, overrun=overrun)
+        budget = adaptive_chunk_budget(2048, 32, StepWork.of([], [100] * 4), 0.1, 0.5, COST, overrun=overrun)
         tokens = budget.chunk(Candidate(0, 10**5, 0, False), 0, 16)
         step = COST.seconds(StepWork.of([(0, tokens)], [100] * 4))
         assert step * overrun <= SLACK_SHARE * 0.1
         assert COST.seconds(StepWork.of([(0, tokens + 16)], [100] * 4)) * overrun > SLACK_SHARE * 0.1
-    unpredictable = adaptive_chunk_budget(2048, 32, [100] * 4, 0.1, 0.5, COST, overrun=90)
+    unpredictable = adaptive_chunk_budget(2048, 32, StepWork.of([], [100] * 4), 0.1, 0.5, COST, overrun=90)
     assert unpredictable.chunk(Candidate(0, 10**5, 0, False), 0, 16) == tokens
 
 
@@ -202,7 +206,7 @@ def test_short_lane_reserves_no_more_than_short_prompts_need(
 
 def test_floor_of_a_long_prompt_does_not_take_the_time_of_short_ones() -> None:
     """At 100,000 tokens of context a page costs 88 ms, more than the slack: it waits while a short prompt is there."""
-    budget = adaptive_chunk_budget(2048, 32, [100] * 4, 0.08, 0.5, COST)
+    budget = adaptive_chunk_budget(2048, 32, StepWork.of([], [100] * 4), 0.08, 0.5, COST)
     assert budget.chunk(Candidate(100_000, 120_000, 0, True), 0, 16) == 32
     budget.reserve_lane(0.5, 50)
     assert budget.chunk(Candidate(100_000, 120_000, 0, True), 0, 16) == 0
@@ -215,7 +219,7 @@ def test_floor_of_a_long_prompt_does_not_take_the_time_of_short_ones() -> None:
 
 
 def test_floor_is_for_prompts_as_urgent_as_the_streams() -> None:
-    budget = adaptive_chunk_budget(2048, 32, [100] * 4, 0.02, 0.5, COST, floor_priority=1)
+    budget = adaptive_chunk_budget(2048, 32, StepWork.of([], [100] * 4), 0.02, 0.5, COST, floor_priority=1)
     assert budget.chunk(Candidate(100_000, 120_000, 0, False), 0, 16) == 32
     assert budget.chunk(Candidate(100_000, 120_000, 1, False), 0, 16) == 32
     assert budget.chunk(Candidate(100_000, 120_000, 2, False), 0, 16) == 0, "batch waits: no other class is late for it"
