@@ -36,7 +36,7 @@ class Startable:
         if num_slots(self.table, request.priority) <= 0:
             self.stays(request, "slot")
             return False
-        if not has_slot(self.table, request):
+        if self.table.tenants.in_use and not has_slot(self.table, request):
             self._without_slot.add(own)
             return False
         return True
@@ -92,7 +92,8 @@ def num_slots(table: RequestTable, priority: int) -> int:
 
 def has_slot(table: RequestTable, request: Request) -> bool:
     """Return whether a request may hold pages now, without the slots kept for other classes and tenants."""
-    kept = table.tenants.kept_slots(request, table.running, table.config.max_num_seqs)
+    tenants = table.tenants
+    kept = tenants.kept_slots(request, table.running, table.config.max_num_seqs) if tenants.in_use else 0
     return num_slots(table, request.priority) > kept
 
 
@@ -114,11 +115,9 @@ def may_be_partial(table: RequestTable, request: Request) -> bool:
     Less urgent prompts do not count, nor those of other tenants in its class.
     """
     config = table.config
-    partial = [
-        other
-        for other in table.running
-        if not other.is_decoding and other.urgency <= request.urgency and not table.tenants.are_rivals(request, other)
-    ]
+    partial = [each for each in table.running if not each.is_decoding and each.urgency <= request.urgency]
+    if table.tenants.in_use:
+        partial = [each for each in partial if not table.tenants.are_rivals(request, each)]
     num_long = sum(is_long(table, other) for other in partial)
     if is_long(table, request) and num_long >= config.max_long_partial_prefills:
         return False

@@ -76,8 +76,9 @@ class Forecast:
         ahead = 0.0
         equals = list[float]()
         rivals = list[tuple[Request, float]]()
+        tenants = self.table.tenants
         for (turn, _, _), group in self._backlog().items():
-            if self.table.tenants.are_rivals(request, group.first):
+            if tenants.in_use and tenants.are_rivals(request, group.first):
                 rivals.append((group.first, sum(group.seconds)))
             elif turn < request.urgency:
                 ahead += sum(group.seconds)
@@ -86,7 +87,8 @@ class Forecast:
                 equals += group.seconds
         if self.cost is not None:
             of_equals = seconds_of_equals([1.0] * len(equals), equals, own, self.cost)
-            ahead += of_equals + self._rivals_before(request, rivals, turns + of_equals) + self.in_flight_seconds()
+            of_rivals = self._rivals_before(request, rivals, turns + of_equals) if rivals else 0.0
+            ahead += of_equals + of_rivals + self.in_flight_seconds()
         pace = self._pace(request.priority, ahead + own)
         return first_token_seconds(ahead, own, pace, drain, 0.0, 0.0, max), own + drain
 
@@ -147,7 +149,7 @@ class Forecast:
         """
         tenants = self.table.tenants
         cost = self.cost
-        if not batch or not tenants.in_use or cost is None:
+        if not batch or cost is None:
             return
         scheduled = batch.scheduled
         num_decodes = batch.num_decodes
@@ -222,7 +224,7 @@ class Forecast:
 
     def _drain_seconds(self, request: Request) -> float:
         """Return the seconds of a prompt's last step in the pipeline, beyond the interval between two steps."""
-        if self.cost is None:
+        if self.cost is None or self.interval_share >= 1:  # no pipeline
             return 0.0
         start, end = self._rest(request)
         adapter = request.adapter_weights

@@ -83,11 +83,6 @@ def admit(table: RequestTable, request: Request, hit: PrefixHit, set_aside: int 
     return True
 
 
-def grow(table: RequestTable, request: Request) -> bool:
-    """Give a stream a page for its newest token if that token begins one; False if the stream cannot decode now."""
-    return reach(table, request, len(request.token_ids))
-
-
 def reach(table: RequestTable, request: Request, num_tokens: int) -> bool:
     """Give a running request a page in each group for the last of `num_tokens` tokens; False if it must wait.
 

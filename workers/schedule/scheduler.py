@@ -282,7 +282,8 @@ class Scheduler:
             batch = replace(batch, encoder=work)
         for part in batch.scheduled:
             part.request.num_in_flight_tokens += part.num_tokens
-        self.forecast.charge(batch)
+        if self.table.tenants.in_use:
+            self.forecast.charge(batch)
         return batch
 
     def _choose_streams(self) -> Streams:
@@ -310,7 +311,8 @@ class Scheduler:
         decodes = list[Scheduled]()
         for stream in streams:  # short: this runs for every token of every stream
             held = pages.pages_of(owner := stream.owner)
-            if (has_groups or len(stream.token_ids) > len(held) * size) and not kv.grow(self.table, stream):
+            num_tokens = len(stream.token_ids)
+            if (has_groups or num_tokens > len(held) * size) and not kv.reach(self.table, stream, num_tokens):
                 continue
             further = pages.further_pages_of(owner) if has_groups else ()
             decodes.append(Scheduled(stream, stream.num_computed_tokens, 1, held, True, "decode", further))

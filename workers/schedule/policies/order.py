@@ -35,12 +35,13 @@ def is_starving(request: Request, now: float, starvation_s: float, tenants: Tena
     had more than another that waits in its class.
     """
     has_waited = now - request.queued_at >= max(starvation_s, request.ttft_deadline)
-    return has_waited and tenants.is_in_turn(request)
+    return has_waited and (not tenants.in_use or tenants.is_in_turn(request))
 
 
 def turn(request: Request, tenants: Tenants) -> Turn:
     """Return the turn of a request that does not starve."""
-    return (request.priority, tenants.time(request), request.submission.priority_in_class)
+    time = tenants.time(request) if tenants.in_use else 0.0
+    return (request.priority, time, request.submission.priority_in_class)
 
 
 def before(own: Turn) -> Turn:

@@ -102,8 +102,8 @@ class Names:
 class Tenants:
     """Counts what the tenants of one replica were charged, and orders them by that.
 
-    While no request names a tenant, nothing is counted and all have the same turn. They also have where prompts are
-    computed in order of arrival.
+    While no request names a tenant, nothing is counted and no order depends on tenants. All have the same turn where
+    prompts are computed in order of arrival.
     """
 
     are_ordered: bool = True
@@ -134,7 +134,7 @@ class Tenants:
 
     def time(self, request: Request) -> float:
         """Return the virtual time of a request's tenant: the lower goes first among the requests of a class."""
-        if not (self.in_use and self.are_ordered):
+        if not self.are_ordered:
             return 0.0
         turns = self._turns[request.priority]
         time = turns.times.get(request.tenant, 0.0)
@@ -146,9 +146,7 @@ class Tenants:
 
     def is_in_turn(self, request: Request) -> bool:
         """Return whether no tenant that waits in the request's class has had less."""
-        if not (self.in_use and self.are_ordered):
-            return True
-        return self.time(request) <= self._turns[request.priority].least + _ROUNDING
+        return not self.are_ordered or self.time(request) <= self._turns[request.priority].least + _ROUNDING
 
     def are_rivals(self, request: Request, other: Request) -> bool:
         """Return whether two requests of one class have different tenants, whose turns alternate."""
@@ -159,7 +157,7 @@ class Tenants:
 
         A tenant that has fewer than its equal share need leave none. One tenant alone may take all.
         """
-        seen = self._turns[request.priority].seen if self.in_use and self.are_ordered else {}
+        seen = self._turns[request.priority].seen if self.are_ordered else {}
         if len(seen.keys() | {request.tenant}) < 2:
             return 0
         holders = [other.tenant for other in running if other.priority == request.priority]
