@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from math import inf, sqrt
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 from crossdock.workers.schedule.cost.cost import NO_WORK, StepCost, StepWork
 
@@ -55,6 +55,9 @@ FLOOR = "floor"  # begins the reason of a budget that was exceeded because a ste
 
 _NO_PRIORITY = 1 << 30  # less urgent than every class
 
+FREE = StepCost.of([0.0, 0.0])
+"""Of steps that have no bound but tokens."""
+
 
 @dataclass(slots=True)
 class ChunkBudget:
@@ -67,23 +70,21 @@ class ChunkBudget:
     seconds: float = inf  # of the whole step
     floor: int = 0  # tokens to compute even if the step then takes longer
     floor_priority: int = _NO_PRIORITY  # the floor is for prompts of this priority and more urgent ones
-    cost: StepCost | None = None
+    cost: StepCost = FREE
     reason: str = "token budget"  # why the budget is not larger
     work: StepWork = NO_WORK  # of the step so far
-    lent_to: str = ""  # request id: the prompt to which streams lend
+    lent_to: str | None = None  # request id: the prompt to which streams lend
     lent_seconds: float = 0.0  # of the whole step if it has a chunk of that prompt
     lane_tokens: int = 0  # part of `tokens` that long prompts may not take
     lane_seconds: float = 0.0  # part of `seconds` that long prompts may not take
     row_tile: int = 1  # rows that the device multiplies at a time: large chunks end where the step's rows fill tiles
     rows: int = 0  # of the step so far
-    is_chunked: bool = True  # False: one step computes the rest of a prompt, or none of it
+    is_chunked: ClassVar = True  # False: one step computes the rest of a prompt, or none of it
 
     @property
     def is_spent(self) -> bool:
         """Return whether no prompt can get a chunk any more."""
-        if self.tokens <= 0 or self.cost is None or (not self.is_chunked and not self.work.prefill_tokens):
-            return self.tokens <= 0
-        return self.floor <= 0 and self.cost.seconds(self.work) >= self.seconds
+        return self.tokens <= 0 or (self.floor <= 0 and self.cost.seconds(self.work) >= self.seconds)
 
     def reserve_lane(self, share: float, short_tokens: int) -> None:
         """Reserve up to `share` of the budget for short prompts, of which `short_tokens` tokens are left to compute.
@@ -92,7 +93,7 @@ class ChunkBudget:
         """
         within = self.tokens
         spare = 0.0
-        if self.cost is not None and self.seconds < inf:
+        if self.seconds < inf:
             within = min(self.cost.tokens_within(self.seconds, 0, self.work), within)
             spare = max(self.seconds - max(self.cost.seconds(self.work), self.cost.least_with_chunk), 0.0)
         share = min(share, short_tokens / max(within, 1))
@@ -106,9 +107,6 @@ class ChunkBudget:
 
     def chunk(self, prompt: "Candidate", threshold: int, page_size: int) -> int:
         """Return how many tokens of a prompt to compute now."""
-        if not self.is_chunked:
-            left = prompt.end - prompt.start
-            return left if left <= self.tokens and (not self.work.prefill_tokens or self._has_time(prompt)) else 0
         tokens = self.tokens
         seconds = self.seconds
         floor = self.floor if prompt.has_floor and prompt.priority <= self.floor_priority else 0
@@ -116,12 +114,12 @@ class ChunkBudget:
             tokens = tokens - self.lane_tokens
             seconds = seconds - self.lane_seconds
             floor = 0
-        if self.lent_to and prompt.id == self.lent_to:
+        if prompt.id == self.lent_to:
             seconds = max(seconds, self.lent_seconds)
         seconds -= prompt.encoder_seconds
         floor = max(floor, prompt.least) if floor else 0
         threshold = max(threshold, prompt.least) if threshold else 0
-        if self.cost is not None and self.seconds < inf:
+        if self.seconds < inf:
             now = self.cost.seconds(self.work)
             seconds = now + (seconds - now) / prompt.factor
             adapter = prompt.adapter_weights
@@ -139,34 +137,42 @@ class ChunkBudget:
             return min(int(tokens), prompt.end - prompt.start)  # else a slow machine would compute no token of it
         return found
 
-    def _has_time(self, prompt: "Candidate") -> bool:
-        """Return whether the whole rest of a prompt fits into the seconds of the step."""
-        if self.cost is None or self.seconds == inf:
-            return True
-        work = self.work.plus_chunk(prompt.start, prompt.end - prompt.start, prompt.adapter_weights)
-        return self.cost.seconds(work) <= self.seconds
-
     def take(self, prompt: "Candidate", num_tokens: int) -> None:
         """Add a chunk of `num_tokens` of a prompt to the step."""
         self.tokens -= num_tokens
         self.rows += num_tokens
         floor = self.floor
         self.floor = max(self.floor - num_tokens, 0)
-        within = max(self.seconds, self.lent_seconds if prompt.id and prompt.id == self.lent_to else 0.0)
+        within = max(self.seconds, self.lent_seconds) if prompt.id == self.lent_to else self.seconds
         self.seconds -= prompt.encoder_seconds
         self.lent_seconds -= prompt.encoder_seconds
-        before = self.work
+        before = self.cost.seconds(self.work)
         self.work = self.work.plus_chunk(prompt.start, num_tokens, prompt.adapter_weights)
-        seconds = 0.0
-        if self.cost is not None:
-            now = self.cost.seconds(self.work)
-            if floor and now > within * (1 + 1e-6) and not self.reason.startswith(FLOOR):
-                self.reason = f"{FLOOR} of {floor} tokens, {self.reason}"
-            seconds = prompt.factor * (now - self.cost.seconds(before))
-            self.seconds -= (1 - 1 / prompt.factor) * seconds  # `work` does not show that such a chunk takes longer
+        now = self.cost.seconds(self.work)
+        if floor and now > within * (1 + 1e-6) and not self.reason.startswith(FLOOR):
+            self.reason = f"{FLOOR} of {floor} tokens, {self.reason}"
+        seconds = prompt.factor * (now - before)
+        self.seconds -= (1 - 1 / prompt.factor) * seconds  # `work` does not show that such a chunk takes longer
         if not prompt.is_long:
             self.lane_tokens = max(self.lane_tokens - num_tokens, 0)
             self.lane_seconds = max(self.lane_seconds - seconds, 0.0)
+
+
+class WholePrompts(ChunkBudget):
+    """A step that computes the whole rest of a prompt, or none of it. One prompt may take longer than the step's
+    seconds: else it would never be computed."""
+
+    is_chunked = False
+
+    @property
+    def is_spent(self) -> bool:
+        return self.tokens <= 0 or bool(self.work.prefill_tokens and super().is_spent)
+
+    def chunk(self, prompt: "Candidate", threshold: int, page_size: int) -> int:
+        left = prompt.end - prompt.start
+        work = self.work.plus_chunk(prompt.start, left, prompt.adapter_weights)
+        has_time = not self.work.prefill_tokens or self.cost.seconds(work) <= self.seconds
+        return left if left <= self.tokens and has_time else 0
 
 
 class Candidate(NamedTuple):
@@ -235,7 +241,7 @@ def chunk_tokens(start: int, end: int, budget: int, threshold: int, page_size: i
 
 def fixed_chunk_budget(max_num_batched_tokens: int, num_decodes: int, is_chunked: bool = True) -> ChunkBudget:
     """Return vLLM's budget: the tokens that decodes leave of a fixed number."""
-    return ChunkBudget(max_num_batched_tokens - num_decodes, is_chunked=is_chunked)
+    return (ChunkBudget if is_chunked else WholePrompts)(max_num_batched_tokens - num_decodes)
 
 
 def adaptive_chunk_budget(
