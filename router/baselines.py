@@ -8,7 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdock.router.loads import Slots
-from crossdock.router.placement import Candidates, Query
+from crossdock.router.placement import Candidates
+from crossdock.router.query import Query
 from crossdock.router.replica_table import ReplicaTable
 from crossdock.workers.schedule.cost.formula import Floats
 

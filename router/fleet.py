@@ -16,9 +16,10 @@ from crossdock.router import baselines
 from crossdock.router.fetching import Sources, with_sources
 from crossdock.router.loading import with_loads
 from crossdock.router.loads import Slots
-from crossdock.router.placement import Candidates, Placement, Query, check_promise, choose, first_token_s
+from crossdock.router.placement import Candidates, Placement, check_promise, choose, first_token_s
 from crossdock.router.predict import Prediction, PromptPrediction, lacks_room, predict_prompt, with_output
 from crossdock.router.prefixes import Prefixes, num_shared, pages_by_slot
+from crossdock.router.query import Query
 from crossdock.router.replica_table import ReplicaState, ReplicaTable
 from crossdock.router.tenants import fair_ahead
 from crossdock.router.work import InFlightLoad
@@ -83,8 +84,9 @@ class Fleet:
     in_tiers: tuple[Prefixes, Prefixes] = field(init=False)  # below pools: in a replica's fastest tier, and its second
     table: ReplicaTable = field(init=False)
     num_chosen: int = 0
-    _placed: dict[str, list[tuple[str, Sequence[PageHash]]]] = field(default_factory=dict)
-    """By request: the replicas that have it, and the hashes of the pages that it has there."""
+    _placed: dict[str, tuple[Query, Sequence[str]]] = field(
+        default_factory=dict
+    )  # by request: the replicas that have it
 
     def __post_init__(self) -> None:
         self.prefixes, *in_tiers = [Prefixes(self.config.max_prefix_pages) for _ in range(3)]
@@ -161,13 +163,12 @@ class Fleet:
 
     def book(self, query: Query, placement: Placement) -> None:
         """Count a request as given to the replicas of `placement`, to which it is on its way."""
-        placed = self._placed[query.request_id] = []
-        computing = placement.prefill or placement.decode
-        for name in dict.fromkeys((placement.decode, computing)):
+        self._placed[query.request_id] = query, placement.replicas
+        computing = placement.replicas[0]
+        for name in placement.replicas:
             seconds = max(placement.prefill_seconds, _INSTANT) if name == computing else 0.0
             decodes = name == placement.decode and not query.is_prompt_alone
             self._book(name, query, seconds, placement.cached_tokens, decodes=decodes)
-            placed.append((name, query.page_hashes))
         if placement.source in self.table.by_name:
             self.table.send(self.table.by_name[placement.source], placement.source_seconds)
 
@@ -179,14 +180,14 @@ class Fleet:
 
     def first_token(self, request_id: str) -> None:
         """Note that the request's prompt is computed."""
-        for replica, _ in self._placed_at(request_id):
+        for replica in self._replicas_of(request_id):
             if replica.first_token(request_id):
                 self.table.touch(replica)
 
     def settle(self, request_id: str) -> None:
         """Remove a request that has ended, or that no replica took."""
-        for replica, hashes in self._placed_at(request_id):
-            self.prefixes.end_expected(replica.slot, hashes)
+        for replica in self._replicas_of(request_id):
+            self.prefixes.end_expected(replica.slot, self._placed[request_id][0].page_hashes)
             if replica.settle(request_id):
                 self.table.touch(replica)
         self._placed.pop(request_id, None)
@@ -214,36 +215,22 @@ class Fleet:
 
     # -- steps -------------------------------------------------------------------------------------------------------
 
-    def _placed_at(self, request_id: str) -> list[tuple[ReplicaState, Sequence[PageHash]]]:
-        """Return the replicas that have a request and have not left, each with the hashes of its pages there."""
-        placed = self._placed.get(request_id, ())
-        return [(self.table.by_name[name], hashes) for name, hashes in placed if name in self.table.by_name]
+    def _replicas_of(self, request_id: str) -> list[ReplicaState]:
+        """Return the replicas that have a request and have not left."""
+        _, names = self._placed.get(request_id, (None, ()))
+        return [self.table.by_name[name] for name in names if name in self.table.by_name]
 
     def _book(self, name: str, query: Query, seconds: float, cached_tokens: int, *, decodes: bool) -> None:
         """Count one leg of a request as given to a replica, unless that has left."""
         replica = self.table.by_name.get(name)
         if replica is None:
             return
-        profile = replica.profile
-        priority = self._priority(query.slo_class)
         size = replica.profile.page_size
         held = int(self._num_held(replica, query, cached_tokens)) // size
-        output = query.expected_output
         here = min(self.prefixes.num_reported(replica.slot, query.page_hashes), cached_tokens // size)
-        in_flight = InFlightLoad(
-            priority,
-            query.num_tokens,
-            seconds,
-            profile.needs.at_once(query.num_tokens + output * decodes, held),
-            decodes,
-            query.adapter,
-            query.tenant,
-            query.weight,
-            at=self.table.now,
-            output=output,
-            idle_pages=max(here - held, 0),
-            adapter_weights=query.adapter_weights,
-        )
+        pages = replica.profile.needs.at_once(query.num_tokens + query.expected_output * decodes, held)
+        priority, idle = self._priority(query.slo_class), max(here - held, 0)
+        in_flight = InFlightLoad(query, priority, seconds, pages, decodes, self.table.now, idle)
         if replica.place(query.request_id, in_flight):
             self.table.touch(replica)
         self.prefixes.expect(replica.slot, query.page_hashes)
@@ -319,10 +306,9 @@ class Fleet:
             return 0.0
         row, priority = self.table.row_of(replica), self._priority(query.slo_class)
         all_start, held, most = row.room.free_pages[priority] >= 0, 0, cached / self.page_size
-        for request_id, in_flight in (*replica.pending.items(), *replica.included.items()):
+        for in_flight in (*replica.pending.values(), *replica.included.values()):
             if in_flight.has_first or all_start:
-                hashes = [each for name, each in self._placed.get(request_id, ()) if name == replica.name]
-                held = max([held, *(num_shared(query.page_hashes, each) for each in hashes)])
+                held = max(held, num_shared(query.page_hashes, in_flight.query.page_hashes))
             if held >= most:
                 break
         idle = row.room.longest_now[priority] - row.room.empty_pages * self.page_size  # tokens, at most

@@ -5,7 +5,8 @@ from dataclasses import replace
 
 from crossdock.router.actions import ReplicaLost, Submit
 from crossdock.router.fleet import Fleet
-from crossdock.router.placement import Placement, Query
+from crossdock.router.placement import Placement
+from crossdock.router.query import Query
 from crossdock.workers.schedule.request.items import Item
 from crossdock.workers.schedule.request.page_hashes import PageHash, hash_pages
 from crossdock.workers.schedule.request.submission import Leg, Overloaded, Submission

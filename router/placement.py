@@ -14,7 +14,7 @@ are wider than most of these effects). The commands are called, in this order, k
 """
 
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from math import inf
 from typing import Any
@@ -24,10 +24,9 @@ from numpy.typing import NDArray
 
 from crossdock.router.loads import Loads, Slots
 from crossdock.router.predict import Prediction, PromptPrediction
-from crossdock.router.work import EXPECTED_OUTPUT_TOKENS
+from crossdock.router.query import Query
 from crossdock.workers.schedule.cost.formula import Floats
-from crossdock.workers.schedule.request.page_hashes import PageHash
-from crossdock.workers.schedule.request.slo import DEFAULT_CLASS, SloClass
+from crossdock.workers.schedule.request.slo import SloClass
 from crossdock.workers.schedule.request.submission import Overloaded
 
 LATE_WEIGHT = 100.0
@@ -59,32 +58,6 @@ with 0, 0.5, 1, 2, 4, 8 and 32, 87, 87.5, 89.4, 90.6, 91.2, 91.1 and 90.1 % of p
 PAIR_CANDIDATES = 4
 """Replicas of least cost that are tried as a pair's prefill replica, and as its decode replica. More would cost time at
 every decision. pools: with 1, 16.4 % of requests are shipped instead of 18.8 %; with 100, the same as with 4."""
-
-
-@dataclass(frozen=True, slots=True)
-class Query:
-    """The properties of a request that decide where the request goes."""
-
-    request_id: str
-    num_tokens: int  # of its prompt, and of the output another replica has made so far
-    page_hashes: Sequence[PageHash] = ()  # of its full pages that may be shared
-    slo_class: str = DEFAULT_CLASS
-    max_tokens: int = EXPECTED_OUTPUT_TOKENS  # of its output
-    tenant: str = ""  # the tenant whose share it uses; empty: tenants are not told apart
-    weight: float = 1.0  # of that tenant
-    may_ship: bool = True  # whether one replica may compute the prompt for another
-    may_refuse: bool = True  # False: its client named no class, or a replica has accepted the request
-    is_prompt_alone: bool = False  # it has no output, so that prefill replicas compute all of it
-    # Weight version that made the output so far; only replicas with this version may continue. Empty: any.
-    weights: str = ""
-    adapter: str = ""  # fingerprint of the adapter that it needs; empty: none
-    adapter_weights: int = 0  # numbers in the adapter's matrices
-    items: Sequence[tuple[int, int, int]] = ()  # (end, rows, parts: 1 for a picture) of each unlike item, in order
-
-    @property
-    def expected_output(self) -> int:
-        """Tokens that it is expected to make, which need room beside its prompt."""
-        return min(self.max_tokens, EXPECTED_OUTPUT_TOKENS)
 
 
 @dataclass(frozen=True, slots=True)

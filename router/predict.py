@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdock.router.loads import ReplicaFigures, Slots
-from crossdock.router.work import EXPECTED_OUTPUT_TOKENS
+from crossdock.router.query import EXPECTED_OUTPUT_TOKENS
 from crossdock.workers.report.live_profile import MEMORY_S, MOST_ENDS
 from crossdock.workers.schedule.cost.formula import Figure, Floats
 from crossdock.workers.schedule.first_token import (

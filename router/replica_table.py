@@ -63,7 +63,7 @@ class ReplicaState:
     def has_adapter(self, adapter: str) -> bool:
         """Return whether the replica has reported an adapter, or has been given a request that needs the adapter."""
         is_loaded = self.live is not None and adapter in self.live.adapters.fingerprints
-        return is_loaded or any(in_flight.adapter == adapter for in_flight in self.pending.values())
+        return is_loaded or any(in_flight.query.adapter == adapter for in_flight in self.pending.values())
 
     def count_tokens(self) -> tuple[int, int]:
         """Return (uncached prompt tokens that are not computed yet, tokens in the contexts of streams)."""
@@ -74,9 +74,9 @@ class ReplicaState:
             context = self.live.streams.context_tokens
         for in_flight in self.pending.values():
             if in_flight.has_first:
-                context += in_flight.tokens
+                context += in_flight.query.num_tokens
             elif in_flight.seconds:
-                waiting += in_flight.tokens
+                waiting += in_flight.query.num_tokens
         return waiting, context
 
     def is_news(self, live: LiveProfile) -> bool:

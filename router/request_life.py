@@ -30,7 +30,8 @@ from crossdock.router.actions import (
 )
 from crossdock.router.fleet import Fleet
 from crossdock.router.legs import choose_replicas, query_of, submits_of
-from crossdock.router.placement import Placement, Query
+from crossdock.router.placement import Placement
+from crossdock.router.query import Query
 from crossdock.workers.schedule.request.failures import failure_of
 from crossdock.workers.schedule.request.request import FinishReason, TokenDelta
 from crossdock.workers.schedule.request.submission import Overloaded, Submission

@@ -26,9 +26,9 @@ def free_later(
         gap: seconds of a token, with no prompt beside.
     """
     waiting = [each[:3] for each in live.room.lacking]
-    waiting += [(each.pages, each.seconds, each.output) for each in booked if not each.has_first]
+    waiting += [(each.pages, each.seconds, each.query.expected_output) for each in booked if not each.has_first]
     waiting.sort(key=lambda each: each[1] > 0)  # prompts that other replicas compute come first
-    streams = [(each.output, each.pages) for each in booked if each.has_first and each.decodes]
+    streams = [(each.query.expected_output, each.pages) for each in booked if each.has_first and each.decodes]
     ends: list[tuple[float, int]] = [*live.room.ends, *streams]
     heapify(ends)
     free -= sum([pages for _, pages in streams])

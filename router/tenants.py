@@ -37,7 +37,8 @@ def _works(replica: ReplicaState, priority: int) -> dict[str, TenantWork]:
     reported = replica.live.prefills.tenants if replica.live is not None else ()
     works = {work.tenant: work for work in reported if work.priority == priority}
     for in_flight in replica.pending.values():
-        if in_flight.tenant and in_flight.priority == priority and in_flight.seconds and not in_flight.has_first:
-            work = works.get(in_flight.tenant, TenantWork(in_flight.tenant, priority, in_flight.weight, 0.0, 0.0))
-            works[in_flight.tenant] = work._replace(seconds=work.seconds + in_flight.seconds)
+        query = in_flight.query
+        if query.tenant and in_flight.priority == priority and in_flight.seconds and not in_flight.has_first:
+            work = works.get(query.tenant, TenantWork(query.tenant, priority, query.weight, 0.0, 0.0))
+            works[query.tenant] = work._replace(seconds=work.seconds + in_flight.seconds)
     return works

@@ -5,15 +5,11 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
+from crossdock.router.query import Query
 from crossdock.workers.report.live_profile import LENGTHS, LiveProfile
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost.cost import NO_ADAPTERS, AdapterWork
 from crossdock.workers.schedule.first_token import Decoding
-
-EXPECTED_OUTPUT_TOKENS = 128
-"""Tokens that an output is assumed to have, unless the request allows fewer: `max_tokens` is a bound that few outputs
-reach. Weighs a replica's speed of decoding against its TTFT, and sets when booked streams free their room. Commands in
-placement.py: with 16, good requests fall from 97.1 to 96.7 % in loaded and from 95.4 to 95.1 % in knee."""
 
 # Where a waiting prompt is known from: the replica's live profile, or this router's own in-flight load.
 REPORTED = 0
@@ -27,19 +23,14 @@ Group: TypeAlias = tuple[int, int, int, float, float]
 class InFlightLoad:
     """One request that a router placed on a replica; seconds are that replica's."""
 
+    query: Query
     priority: int
-    tokens: int  # of the prompt
     seconds: float  # to compute the uncached prompt here; 0: another replica computes the prompt
     pages: int  # KV pages the request takes here
     decodes: bool  # whether this replica makes the output
-    adapter: str = ""  # fingerprint of the adapter that the request needs; empty: none
-    tenant: str = ""  # the tenant whose share it uses; empty: tenants are not told apart
-    weight: float = 1.0  # of that tenant
-    has_first: bool = False  # whether the prompt is computed and the first token is out
     at: float = 0.0  # when it was placed, in seconds
-    output: int = EXPECTED_OUTPUT_TOKENS  # tokens that it is expected to make
     idle_pages: int = 0  # of `pages`, cached ones that no request holds: no others are evicted for these
-    adapter_weights: int = 0  # numbers in the matrices of the adapter
+    has_first: bool = False  # whether the prompt is computed and the first token is out
 
     def take_first_token(self) -> None:
         """Note that the prompt is computed."""
@@ -119,25 +110,25 @@ class Work:
         if in_flight.decodes and in_flight.has_first:
             self.streams[priority] += 1
             self.joining[priority] += 1
-            self.context += in_flight.tokens
+            self.context += in_flight.query.num_tokens
         elif in_flight.decodes:
             self.arriving[priority] += 1
             self.joining[priority] += not in_flight.seconds
-            self.future_context += in_flight.tokens
-        if in_flight.decodes and in_flight.adapter_weights:
-            self._add_adapter(in_flight)
+            self.future_context += in_flight.query.num_tokens
+        if in_flight.decodes and in_flight.query.adapter_weights:
+            self._add_adapter(in_flight.query, is_stream=in_flight.has_first)
         if in_flight.decodes or not in_flight.has_first:
             self.booked_needs.append(in_flight.pages)
             self.booked_idle_pages += in_flight.idle_pages
             self.booked_seq_slots += 1
 
-    def _add_adapter(self, in_flight: InFlightLoad) -> None:
+    def _add_adapter(self, query: Query, *, is_stream: bool) -> None:
         """Count the adapter of one more stream; its matrices are read once for all streams that have it."""
-        read = 0 if in_flight.adapter in self.used_adapters else in_flight.adapter_weights
-        self.used_adapters.add(in_flight.adapter)
-        if in_flight.has_first:
-            self.adapters = self.adapters.plus(read, in_flight.adapter_weights)
-        self.future_adapters = self.future_adapters.plus(read, in_flight.adapter_weights)
+        read = 0 if query.adapter in self.used_adapters else query.adapter_weights
+        self.used_adapters.add(query.adapter)
+        if is_stream:
+            self.adapters = self.adapters.plus(read, query.adapter_weights)
+        self.future_adapters = self.future_adapters.plus(read, query.adapter_weights)
 
     def backlog(self, num_classes: int) -> tuple[list[Group], list[int], tuple[list[float], list[float]]]:
         """Return the groups of waiting prompts, the shortest of each class first; and by priority how many positions

@@ -32,7 +32,8 @@ from crossdock.cluster.bench.workloads import Job, Segment
 from crossdock.cluster.simulate import simulation
 from crossdock.cluster.simulate.fleet import SimulatedFleet, describe
 from crossdock.router.fleet import Fleet
-from crossdock.router.placement import HANDOVER_S, Placement, Query
+from crossdock.router.placement import HANDOVER_S, Placement
+from crossdock.router.query import Query
 from crossdock.workers.report.live_profile import LiveProfile, PageChanges, Prefills, Prompts, Room
 from crossdock.workers.report.presets import preset
 from crossdock.workers.schedule.request.page_hashes import PageHash, hash_pages

@@ -33,7 +33,8 @@ from crossdock.cluster.bench.workloads import Job, Segment
 from crossdock.cluster.simulate import simulation
 from crossdock.cluster.simulate.fleet import SimulatedFleet, describe
 from crossdock.router.fleet import Fleet, _Ways
-from crossdock.router.placement import Candidates, Placement, Query
+from crossdock.router.placement import Candidates, Placement
+from crossdock.router.query import Query
 from crossdock.workers.report.presets import preset
 from crossdock.workers.schedule.request.submission import Overloaded
 
@@ -103,7 +104,7 @@ class ForkingFleet(Fleet):
     def first_token(self, request_id: str) -> None:
         """End a child whose request has its first token."""
         if request_id == self._request:
-            (replica, _), *_ = self._placed_at(request_id)
+            replica, *_ = self._replicas_of(request_id)
             request = self.simulated.replicas[replica.name].scheduler.table.request(request_id)
             profile, num_tokens = replica.profile, request.num_prompt_tokens
             work = profile.cost.prefill_seconds(request.num_cached_tokens, num_tokens, profile.max_num_batched_tokens)

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from crossdock.router.fleet import Fleet, RouterConfig
-from crossdock.router.placement import Query
+from crossdock.router.query import Query
 from crossdock.workers.report.live_profile import LiveProfile, PageChanges, Prompts
 from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.schedule.cost.cost import StepCost

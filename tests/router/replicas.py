@@ -6,7 +6,8 @@ from typing import Any
 
 from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.legs import query_of
-from crossdock.router.placement import Placement, Query
+from crossdock.router.placement import Placement
+from crossdock.router.query import Query
 from crossdock.workers.report.live_profile import LiveProfile, Room, WaitingRequest
 from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.report.publisher import Publisher

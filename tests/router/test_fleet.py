@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from crossdock.router import replica_table
 from crossdock.router.fleet import Fleet, RouterConfig
-from crossdock.router.placement import Placement, Query
+from crossdock.router.placement import Placement
+from crossdock.router.query import Query
 from crossdock.workers.report.live_profile import PageChanges, Prompts
 from crossdock.workers.schedule.request.page_hashes import hash_pages
 from crossdock.workers.schedule.request.slo import DEFAULT_CLASSES, SloClass

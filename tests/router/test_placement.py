@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from crossdock.router.fleet import Fleet
 from crossdock.router.loads import Slots
-from crossdock.router.placement import PAIR_CANDIDATES, Candidates, Query, SlotPair, choose
+from crossdock.router.placement import PAIR_CANDIDATES, Candidates, SlotPair, choose
 from crossdock.router.predict import Prediction, predict_prompt, with_output
+from crossdock.router.query import Query
 from crossdock.workers.report.live_profile import PageChanges, Prompts
 from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.request.page_hashes import hash_pages

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from crossdock.router.fleet import Fleet
-from crossdock.router.placement import Query
+from crossdock.router.query import Query
 from crossdock.workers.report.live_profile import Prompts
 from crossdock.workers.report.publisher import Publisher
 from crossdock.workers.schedule.cost.cost import StepCost

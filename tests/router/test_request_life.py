@@ -31,7 +31,8 @@ from crossdock.router.actions import (
     SuspectRequest,
 )
 from crossdock.router.fleet import Fleet, RouterConfig
-from crossdock.router.placement import Placement, Query
+from crossdock.router.placement import Placement
+from crossdock.router.query import Query
 from crossdock.router.request_life import MOST_PLACEMENTS, RequestLife
 from crossdock.workers.report.live_profile import Prompts
 from crossdock.workers.schedule import kv

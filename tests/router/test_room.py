@@ -4,6 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from crossdock.router.query import Query
 from crossdock.router.room import free_later
 from crossdock.router.work import InFlightLoad
 from crossdock.workers.report.live_profile import MOST_ENDS, LiveProfile
@@ -34,7 +35,7 @@ def test_waiting_prompt_takes_pages_that_an_end_frees_and_slows_the_streams_that
 
 
 def test_request_on_its_way_passes_one_that_waits_for_more_pages() -> None:
-    booked = InFlightLoad(1, 40, 0.1, pages=3, decodes=True, output=5)
+    booked = InFlightLoad(Query("a", 40, max_tokens=5), 1, 0.1, pages=3, decodes=True)
     report = live(ends=((40, 5),), lacking=((9, 0.1, 50),))
     (first_s, first), (second_s, second), *_ = free_later(report, (booked,), 4.0, GAP, SHARE)
     assert (first_s, first) == (pytest.approx(0.25), 4.0), "it ends first: 10 tokens of others pass beside its prompt"
@@ -42,7 +43,7 @@ def test_request_on_its_way_passes_one_that_waits_for_more_pages() -> None:
 
 
 def test_request_on_its_way_passes_one_from_elsewhere_that_waits_for_more_pages() -> None:
-    booked = InFlightLoad(1, 40, 0.1, pages=3, decodes=True, output=5)
+    booked = InFlightLoad(Query("a", 40, max_tokens=5), 1, 0.1, pages=3, decodes=True)
     report = live(ends=((40, 5),), lacking=((9, 0.0, 50),))
     assert free_later(report, (booked,), 4.0, GAP, SHARE)[:2] == [
         (pytest.approx(0.25), 4.0),  # 10 tokens of the stream pass beside its prompt, then 5 of its own
@@ -66,7 +67,7 @@ def test_waiting_request_with_room_slows_the_streams_and_ends_after_its_prompt_a
 
 
 def test_stream_that_no_report_includes_has_its_pages_until_it_ends() -> None:
-    booked = InFlightLoad(1, 40, 0.1, pages=3, decodes=True, output=5, has_first=True)
+    booked = InFlightLoad(Query("a", 40, max_tokens=5), 1, 0.1, pages=3, decodes=True, has_first=True)
     assert free_later(live(ends=((10, 5),)), (booked,), 4.0, GAP, SHARE) == [
         (pytest.approx(0.05), 4.0),
         (pytest.approx(0.1), 9.0),
@@ -96,5 +97,5 @@ def test_times_rise_and_pages_are_neither_lost_nor_taken_twice(
 
 
 def test_cost_without_a_base_is_no_error() -> None:
-    in_flight = InFlightLoad(1, 40, 0.1, pages=3, decodes=True, output=5)
+    in_flight = InFlightLoad(Query("a", 40, max_tokens=5), 1, 0.1, pages=3, decodes=True)
     assert free_later(live(), [in_flight], 10.0, 0.0, SHARE)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from crossdock.router.placement import Query
+from crossdock.router.query import Query
 from crossdock.workers.report.advertise import Message, observe
 from crossdock.workers.report.frames import LENGTH, frame, read_frame
 from crossdock.workers.report.live_profile import MOST_TENANTS

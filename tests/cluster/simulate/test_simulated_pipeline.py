@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 
 from crossdock.cluster.simulate.simulation import Simulation
-from crossdock.router.placement import Query
+from crossdock.router.query import Query
 from crossdock.workers.report.advertise import observe
 from crossdock.workers.schedule.cost.cost_fit import IntervalShare
 from crossdock.workers.schedule.cost.stages import Stages
