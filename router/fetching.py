@@ -52,6 +52,7 @@ class Sources(NamedTuple):
 def with_sources(
     loads: Loads,
     cached: Floats,
+    ages: Floats,
     here: PromptPrediction[Floats],
     predict: Callable[[Slots, Floats], PromptPrediction[Floats]],
     slo: SloClass,
@@ -63,6 +64,7 @@ def with_sources(
 
     Args:
         cached: tokens of the prompt that each replica has.
+        ages: seconds since each replica's last report.
         here: the prediction without a fetch, which this changes.
         predict: returns the prediction at the replicas of some slots, with so many cached tokens each.
         tokens_at: returns how many tokens of the prompt the replica in a slot has reported. `cached` may have more, of
@@ -86,7 +88,8 @@ def with_sources(
     more = held[:, None] - cached.take(tried)  # [source, place in `tried`]
     travel = _travel_seconds(loads, more, sources, tried)
     # The source sees the question after its running step; the fetching replica sees the offer after its own.
-    waits = HANDOVER_S + loads.turn_left[tried] + (loads.turn_left[sources] + link_waits[sources])[:, None]
+    turn_left = loads.turn_left(ages)
+    waits = HANDOVER_S + turn_left[tried] + (turn_left[sources] + link_waits[sources])[:, None]
     may = (more > 0) & (candidates.groups[sources, None] == candidates.groups[tried])
     arrival = waits + travel
     gain = may * (more / lacking * saved.take(tried) - np.maximum(arrival - before, 0.0))

@@ -357,7 +357,7 @@ class Fleet:
         def reported(slot: int) -> float:
             return size * self.prefixes.num_reported(slot, hashes)
 
-        fetches = with_sources(loads, ways.cached, ways.prediction, again, slo, candidates, waits, reported)
+        fetches = with_sources(loads, ways.cached, ages, ways.prediction, again, slo, candidates, waits, reported)
         return ways._replace(fetches=fetches)
 
     def _brought(self, query: Query, ways: "_Ways", slot: int, candidates: Candidates) -> tuple[str, dict[str, Any]]:

@@ -130,8 +130,6 @@ class ReplicaFigures(Generic[Costs, One, Each]):
     prompt_steps: PromptSteps
     pages: PageSizes[One]
     refuses_late: One  # 1: the replica has work, and its admission refuses what would be late
-    turn_left: One  # seconds until the running step ends: a replica takes in messages between two steps
-    step_left: One  # seconds until a step begins that can have a chunk of a new prompt
     joins: Joins[One]
     step_streams: One  # streams that decode in a step, with the streams of now
     min_chunk: One  # tokens of a prompt that a step holds, at least
@@ -158,15 +156,20 @@ class ReplicaFigures(Generic[Costs, One, Each]):
         groups, full, windows = figures if slots is None else [each[slots] for each in figures]
         return self.cost.smaller(groups * num_pages, full * num_pages + windows)
 
-    def steps_left(self, age: Any) -> tuple[Any, Any]:
-        """Return `turn_left` and `step_left`, `age` seconds after the last report."""
+    def step_left(self, age: Any) -> Any:
+        """Return the seconds until a step begins that can have a chunk of a new prompt.
+
+        `age`: seconds since the last report."""
+        return self._left(age, self.joins.first, self.joins.second)
+
+    def turn_left(self, age: Any) -> Any:
+        """Return the seconds until the running step ends: a replica takes in messages between two steps."""
+        return self._left(age, self.joins.until, self.joins.first)
+
+    def _left(self, age: Any, first: Any, second: Any) -> Any:
         chosen: Any = self.cost.chosen
-        joins = self.joins
-        is_first = age < joins.until
-        begins = chosen(is_first, joins.first, joins.second)
-        ends = chosen(is_first, joins.until, joins.first)
-        turn_left = chosen(age < ends, ends - age, joins.later)
-        return turn_left, chosen(age < begins, begins - age, joins.later)
+        at = chosen(age < self.joins.until, first, second)
+        return chosen(age < at, at - age, self.joins.later)
 
 
 @dataclass(slots=True)
@@ -178,10 +181,6 @@ class Row(ReplicaFigures[StepCost, float, Sequence[float]]):
     lacking: Sequence[
         tuple[float, float]
     ] = ()  # (pages, seconds waited until its last report) of requests without room
-
-    def grow_older(self, age: float) -> None:
-        """Bring the figures that depend on the time to `age` seconds after the last report."""
-        self.turn_left, self.step_left = self.steps_left(age)
 
     def waiting(self, priority: int) -> Sequence[Sequence[Sequence[float]]]:
         """Return the counts and the seconds of prompts that wait, `[position]` each: REPORTED, BOOKED."""

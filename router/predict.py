@@ -156,7 +156,7 @@ def predict_prompt(
     lent = Lent(loads.lent.share, loads.lent.seconds * loads.shares.delays_streams[priority])
     pace = pace_of(share, lent, behind, larger)
     known_pace = pace_of(loads.shares.now[priority], lent, behind, larger)
-    not_before = loads.step_left if held is None else larger(loads.step_left, room_wait)
+    not_before = loads.step_left(age) if held is None else larger(loads.step_left(age), room_wait)
     return PromptPrediction(
         prefill=own,
         alone=own + drain,
@@ -203,7 +203,7 @@ def _backlog_ahead(
         done -= total
     # Booked prompts are computed after those, and not before the step ended that ran as the first one was booked.
     if len(reported[0]) or len(booked[0]) or largest(urgent_booked) > 0:
-        since = smaller(age - loads.queue.first_booked, MAX_UNSEEN_PROGRESS_S) - loads.step_left
+        since = smaller(age - loads.queue.first_booked, MAX_UNSEEN_PROGRESS_S) - loads.step_left(age)
         done = smaller(done, since * loads.shares.now[priority])
         done = larger(done, 0.0)
         ahead += larger(urgent_booked - done, 0.0)

@@ -249,43 +249,23 @@ class ReplicaTable:
 
     def refresh(self, now: float) -> None:
         """Bring the rows of all replicas up to date."""
-        self.now = now
-        if self._stale or now - self._all_heard_since > self.silence_s:
-            self._find_stale(now)
+        self._advance(now)
         for slot in self._dirty - self._stale:
-            replica = self.by_slot[slot]
-            if replica is not None:
-                self.row_of(replica).write(self.loads, slot)
+            self.row_of(self.replica_in(slot)).write(self.loads, slot)
         self._dirty.clear()
-        busiest = self._busiest() if self._stale else None
-        for slot in self._stale:
-            replica = self.replica_in(slot)
-            live = max((replica.live, busiest), key=_work)
-            booked = [*replica.pending.values(), *replica.included.values()]
-            live = live and replace(live, learnt=Learnt(gap_share=live.learnt.gap_share))
-            replica.row = row(replica.profile, live, booked, self.classes)
-            replica.row.write(self.loads, slot)
-        loads = self.loads
-        age = self.ages(now)
-        if stale := [*self._stale]:
-            loads.joins.until[stale] = loads.joins.first[stale] = loads.joins.second[stale] = 0.0
-        loads.turn_left[:], loads.step_left[:] = loads.steps_left(age)
+        if self._stale:
+            self._guess_stale()
 
     def only_row(self, now: float) -> tuple[Row, float] | None:
         """Return the up-to-date row of the only replica, and the seconds since its last report. None where there are
         several, or it is stale. Writes no array."""
         if len(self.by_name) != 1:
             return None
-        self.now = now
-        if self._stale or now - self._all_heard_since > self.silence_s:
-            self._find_stale(now)
+        self._advance(now)
         if self._stale:
             return None
         [replica] = self.by_name.values()
-        found = self.row_of(replica)
-        age = now - float(self.news_at[replica.slot])
-        found.grow_older(age)
-        return found, age
+        return self.row_of(replica), now - float(self.news_at[replica.slot])
 
     def row_of(self, replica: ReplicaState) -> Row:
         """Return the row of a replica, as the last choice saw it unless it has changed since."""
@@ -315,7 +295,11 @@ class ReplicaTable:
         """Count a prefix that a replica is asked for, whose pages take `seconds` on its link."""
         self.sends_until[replica.slot] = max(self.now, self.sends_until[replica.slot]) + seconds
 
-    def _find_stale(self, now: float) -> None:
+    def _advance(self, now: float) -> None:
+        """Note the time, and which replicas are stale then."""
+        self.now = now
+        if not self._stale and now - self._all_heard_since <= self.silence_s:
+            return
         stale = set(np.flatnonzero(now - self.heard_at > self.silence_s).tolist())
         stale |= {slot for slot in self._stale if self.replica_in(slot).live is None}
         for slot in stale ^ self._stale:
@@ -323,10 +307,19 @@ class ReplicaTable:
         self._stale = stale
         self._all_heard_since = float(self.heard_at.min())
 
-    def _busiest(self) -> LiveProfile | None:
-        """Return the live profile of the busiest replica that is not stale."""
+    def _guess_stale(self) -> None:
+        """Bring the rows of stale replicas up to date, which count as the class says."""
         fresh = (replica.live for replica in self.by_name.values() if replica.slot not in self._stale)
-        return max(fresh, key=_work, default=None)
+        busiest = max(fresh, key=_work, default=None)
+        for slot in self._stale:
+            replica = self.replica_in(slot)
+            live = max((replica.live, busiest), key=_work)
+            booked = [*replica.pending.values(), *replica.included.values()]
+            live = live and replace(live, learnt=Learnt(gap_share=live.learnt.gap_share))
+            replica.row = row(replica.profile, live, booked, self.classes)
+            replica.row.write(self.loads, slot)
+        for figures in self.loads.joins[:3]:  # when their steps end is unknown
+            figures[[*self._stale]] = 0.0
 
     def _allocate(self, capacity: int) -> None:
         """Make arrays for `capacity` slots and the present classes. Every row must be made again."""

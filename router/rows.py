@@ -75,8 +75,6 @@ def row(
         prompt_steps=pace.prompt_steps,
         pages=_page_sizes(profile, live),
         refuses_late=profile.admission == "reject" and bool(num_streams or num_arriving or groups),
-        turn_left=0.0,  # these two are computed by `grow_older` before each choice
-        step_left=0.0,
         joins=_joins(work, live, gap, chunk_s, coming, profile.runs_ahead),
         step_streams=pace.step.decodes,
         min_chunk=pace.min_chunk,

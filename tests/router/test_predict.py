@@ -261,7 +261,8 @@ def test_prompt_joins_the_step_after_the_next_one_of_a_replica_that_runs_ahead()
     assert first - later == pytest.approx(0.01)
     assert later - behind == pytest.approx((running + 2 * step - 0.01) - 1.5 * step)
     fleet.table.refresh(100.01)
-    assert fleet.table.loads.turn_left[0] == pytest.approx(running + step - 0.01), "messages wait for the running step"
+    turn_left = fleet.table.loads.turn_left(fleet.table.ages(100.01))
+    assert turn_left[0] == pytest.approx(running + step - 0.01), "messages wait for the running step"
 
 
 def test_prompts_that_were_on_their_way_at_a_report_are_in_the_step_before() -> None:
@@ -272,7 +273,7 @@ def test_prompts_that_were_on_their_way_at_a_report_are_in_the_step_before() -> 
         beside = live(2, streams=(0, 4, 0), context_tokens=400, step_seconds=0.03, in_flight_seconds=0.02)
         fleet.hear("a", beside, 100.0)
         found.append(predicted_ttft(fleet, query("new", 20), 100.002))
-        joins.append(float(fleet.table.loads.step_left[0]))
+        joins.append(float(fleet.table.loads.step_left(fleet.table.ages(100.002))[0]))
     assert joins[0] - joins[1] > 0.01, "the other one is in the step that the new one joins"
     assert found[0] == pytest.approx(found[1], rel=0.05), "which ends when both are computed"
 
