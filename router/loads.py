@@ -5,7 +5,7 @@ reads. rows.py makes a row. `Row.write` puts it into `Loads`. Adding a figure me
 one line in `row`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, get_origin
@@ -16,9 +16,10 @@ from numpy.typing import NDArray
 from crossdock.router.work import Group
 from crossdock.workers.report.live_profile import LENGTHS, MOST_ENDS
 from crossdock.workers.schedule.cost.cost import StepCost
-from crossdock.workers.schedule.cost.formula import Floats, StepCosts
-from crossdock.workers.schedule.first_token import PromptSteps
+from crossdock.workers.schedule.cost.formula import Figure, Floats, StepCosts
+from crossdock.workers.schedule.first_token import PromptSteps, largest, nothing_like
 from crossdock.workers.schedule.policies.chunk_policies import Lent
+from crossdock.workers.schedule.request.slo import SloClass
 
 Slots: TypeAlias = NDArray[np.intp]
 Costs = TypeVar("Costs", StepCost, StepCosts)
@@ -176,20 +177,14 @@ class ReplicaFigures(Generic[Costs, One, Each]):
 class Row(ReplicaFigures[StepCost, float, Sequence[float]]):
     """The entry of one replica in `Loads`."""
 
-    groups: Sequence[Group] = ()  # waiting prompts by length
+    groups: Sequence[Sequence[Sequence[Group]]] = ()  # [REPORTED or BOOKED][priority]: waiting prompts by length
     ends: Sequence[tuple[float, float]] = ()  # (seconds since its last report, free pages) at ends of requests
-    lacking: Sequence[
-        tuple[float, float]
-    ] = ()  # (pages, seconds waited until its last report) of requests without room
+    lacking: Sequence[tuple[float, float]] = ()  # (pages, seconds waited until that report) of requests without room
 
     def waiting(self, priority: int) -> Sequence[Sequence[Sequence[float]]]:
         """Return the counts and the seconds of prompts that wait, `[position]` each: REPORTED, BOOKED."""
-        found: list[list[list[float]]] = [[[], []], [[], []]]
-        for source, of_class, _, count, seconds in self.groups:
-            if of_class == priority:
-                found[source][0].append(count)
-                found[source][1].append(seconds)
-        return found
+        waiting = [by_class[priority] for by_class in self.groups]
+        return [[[count for count, _ in groups], [seconds for _, seconds in groups]] for groups in waiting]
 
     def write(self, loads: "Loads", slot: int) -> None:
         """Replace the entry of the replica in `slot`."""
@@ -198,9 +193,11 @@ class Row(ReplicaFigures[StepCost, float, Sequence[float]]):
             columns += figures
         loads.columns[:, slot] = columns
         loads.groups[..., slot] = 0.0
-        for source, priority, position, count, seconds in self.groups:
-            loads.groups[source, 0, priority, position, slot] = count
-            loads.groups[source, 1, priority, position, slot] = seconds
+        for source, by_class in enumerate(self.groups):
+            for priority, groups in enumerate(by_class):
+                for position, (count, seconds) in enumerate(groups):
+                    loads.groups[source, 0, priority, position, slot] = count
+                    loads.groups[source, 1, priority, position, slot] = seconds
         loads.lacking[..., slot] = 0.0
         for place, figures in enumerate(self.lacking):
             loads.lacking[:, place, slot] = figures
@@ -292,3 +289,15 @@ def _of(columns: Floats, groups: Floats, ends: Floats, lacking: Floats) -> Loads
         at, at_class = end, end_class
     figures += columns, groups, ends, lacking
     return Loads(*figures)
+
+
+def lateness(gap: Figure, streams: Any, classes: Sequence[SloClass], larger: Callable[..., Any]) -> Figure:
+    """Return the seconds per token by which streams are late with a `gap` of seconds between tokens, weighted by class.
+
+    `streams`: how many, by priority. Of one replica, or arrays `[slot]`."""
+    late = nothing_like(gap)
+    longest = largest(gap)
+    for slo, count in zip(classes, streams, strict=True):
+        if longest > slo.tpot_s:
+            late += larger(gap - slo.tpot_s, 0.0) * (slo.weight * count)
+    return late  # type: ignore[no-any-return]

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdock.router.loads import ReplicaFigures, Slots
+from crossdock.router.loads import ReplicaFigures, Slots, lateness
 from crossdock.router.query import EXPECTED_OUTPUT_TOKENS
 from crossdock.workers.report.live_profile import MEMORY_S, MOST_ENDS
 from crossdock.workers.schedule.cost.formula import Figure, Floats
@@ -273,7 +273,7 @@ def _prompt_lateness(
     step = larger(loads.now.gap + more * per_step, cost.least_with_chunk * per_step)
     if largest(step) <= _tightest_tpot(classes):  # no stream is late at any replica, which is the usual case
         return nothing_like(rest)
-    late = _lateness(step, loads.now.counts, classes, larger) - loads.now.lateness
+    late = lateness(step, loads.now.counts, classes, larger) - loads.now.lateness
     return cost.chosen(
         loads.shares.delays_streams[priority], late * rest / (larger(chunk, 1.0) * loads.pipeline.depth), 0.0
     )
@@ -291,7 +291,7 @@ def _encoder_lateness(
     chunk = np.maximum(np.minimum(loads.min_chunk, rest), 1.0)
     steps = np.maximum(np.minimum(num_items, rest / chunk), 1.0)
     gap = loads.now.gap + seconds / steps * loads.pipeline.chunk_gap
-    late = _lateness(gap, loads.now.counts, classes, np.maximum) - loads.now.lateness
+    late = lateness(gap, loads.now.counts, classes, np.maximum) - loads.now.lateness
     return np.where(loads.shares.delays_streams[priority], steps * late, 0.0)
 
 
@@ -302,19 +302,9 @@ def _decode_lateness(
     if largest(gap) <= _tightest_tpot(classes):
         return nothing_like(gap)
     larger = loads.cost.larger
-    more = _lateness(gap, loads.future.counts, classes, larger) - loads.future.lateness
+    more = lateness(gap, loads.future.counts, classes, larger) - loads.future.lateness
     return output * (more + slo.weight * larger(gap - slo.tpot_s, 0.0))
 
 
 def _tightest_tpot(classes: Sequence[SloClass]) -> float:
     return min([slo.tpot_s for slo in classes])
-
-
-def _lateness(gap: Figure, streams: Any, classes: Sequence[SloClass], larger: Callable[..., Any]) -> Figure:
-    """Return `loads.now.lateness` of every replica."""
-    late = nothing_like(gap)
-    longest = largest(gap)
-    for slo, count in zip(classes, streams, strict=True):
-        if longest > slo.tpot_s:
-            late += larger(gap - slo.tpot_s, 0.0) * (slo.weight * count)
-    return late

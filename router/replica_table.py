@@ -95,6 +95,7 @@ class ReplicaState:
             self.taken.clear()
             self.included.clear()
         self.live = live
+        self.pace = KeptPace()
         for request_id in [key for key, sequence in self.taken.items() if sequence < live.sequence]:
             del self.taken[request_id]
             self.included[request_id] = self.pending.pop(request_id)
@@ -273,7 +274,7 @@ class ReplicaTable:
             since = float(self.news_at[replica.slot])
             pending = replica.pending.values()
             replica.num_unseen = 0
-            replica.row = row(replica.profile, replica.live, pending, self.classes, since, replica.pace)
+            replica.row = row(replica.profile, replica.live, pending, self.classes, replica.pace, since)
         return replica.row
 
     def ages(self, now: float) -> Floats:
@@ -316,7 +317,7 @@ class ReplicaTable:
             live = max((replica.live, busiest), key=_work)
             booked = [*replica.pending.values(), *replica.included.values()]
             live = live and replace(live, learnt=Learnt(gap_share=live.learnt.gap_share))
-            replica.row = row(replica.profile, live, booked, self.classes)
+            replica.row = row(replica.profile, live, booked, self.classes, KeptPace())
             replica.row.write(self.loads, slot)
         for figures in self.loads.joins[:3]:  # when their steps end is unknown
             figures[[*self._stale]] = 0.0

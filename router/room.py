@@ -1,13 +1,54 @@
-"""When a replica will have free pages: its requests end, and those that wait for pages take what that frees."""
+"""How much room a replica has for a new request, and when it will have more: its requests end, and those that wait for
+pages take what that frees."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from heapq import heapify, heappop, heappush
 
-from crossdock.router.work import InFlightLoad
+from crossdock.router.loads import NO_LIMIT, RoomFigures
+from crossdock.router.work import InFlightLoad, Work
 from crossdock.workers.report.live_profile import MOST_ENDS, LiveProfile
+from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.policies.chunking import LEAST_SHARE
 
 _LEAST_GAP_S = 1e-9  # a cost may have no base, and an idle replica no stream
+
+
+def room_of(
+    profile: SchedulingProfile,
+    live: LiveProfile,
+    booked: Collection[InFlightLoad],
+    work: Work,
+    gap: float,
+    share: float,
+) -> tuple[RoomFigures[float, Sequence[float]], list[tuple[float, float]]]:
+    """Return the room that the in-flight loads leave, which take room from every class; and the ends of requests as
+    `free_later` has them, unless any prompt has room and no prompt waits for it."""
+    num_classes = len(work.streams)
+    pages = _padded(live.room.free_pages, profile.num_pages, num_classes)
+    now = _padded(live.room.pages_now or live.room.free_pages, profile.num_pages, num_classes)
+    before = now[-1]
+    for need in work.booked_needs:
+        now = [free - need if need <= free else free for free in now]  # others pass those that wait
+    slots = [free - len(work.booked_needs) for free in _padded(live.room.slots, profile.max_num_seqs, num_classes)]
+    most = profile.needs.longest_prompt
+    longest = [most(free) if slot >= 1 else -1.0 for free, slot in zip(now, slots, strict=True)]
+    has_room = min(longest) >= profile.max_model_len and not live.room.lacking
+    ends = [] if has_room else free_later(live, booked, before, gap, share)
+    booked_pages = sum(work.booked_needs)
+    figures = RoomFigures(
+        min([at for at, free in ends if free < now[-1]], default=NO_LIMIT),
+        live.room.empty_pages - (booked_pages - work.booked_idle_pages),
+        live.room.eviction_seconds,
+        [free - booked_pages for free in pages],
+        slots,
+        longest,
+    )
+    return figures, ends
+
+
+def _padded(reported: Sequence[float], default: float, num_classes: int) -> list[float]:
+    """Return figures for the router's classes, with a default for classes that the replica does not have."""
+    return [*reported[:num_classes], *[default] * (num_classes - len(reported))]
 
 
 def free_later(

@@ -6,27 +6,27 @@ from functools import lru_cache
 from typing import NamedTuple
 
 from crossdock.router.loads import (
-    NO_LIMIT,
     EncoderPrices,
     Joining,
     Joins,
     PageSizes,
     PromptQueue,
     PromptShares,
-    RoomFigures,
     Row,
     StepsInFlight,
     StreamPace,
     TierPrices,
+    lateness,
 )
-from crossdock.router.room import free_later
-from crossdock.router.work import BOOKED, REPORTED, InFlightLoad, Work
+from crossdock.router.room import room_of
+from crossdock.router.work import REPORTED, Group, InFlightLoad, Work
 from crossdock.workers.report.live_profile import LiveProfile
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.cost.stages import gap_of
 from crossdock.workers.schedule.first_token import (
     ChunkLimits,
+    Decoding,
     PromptSteps,
     Sharing,
     first_nonzero,
@@ -44,64 +44,53 @@ def row(
     live: LiveProfile | None,
     booked: Collection[InFlightLoad],
     classes: Sequence[SloClass],
+    kept: "KeptPace",
     reported_at: float = 0.0,
-    kept: "KeptPace | None" = None,
 ) -> Row:
     """Make the row of one replica, which reported `live` at `reported_at`. `booked`: what `live` does not include.
     `kept`: of the replica, from the row before."""
     live = live or _IDLE
     costs = _costs(profile, live)
-    cost, interval_share, encoder = costs.step, costs.interval_share, costs.encoder
+    cost = costs.step
     work = Work.of(live, len(classes), booked)
-    streams, num_streams, num_arriving = work.streams, sum(work.streams), max(sum(work.arriving), 0.0)
-    pace = (kept or KeptPace()).of(work, costs, profile, live, classes)
-    gap, shares = pace.gap, pace.shares
-    future_gap, joining = _future(work, cost, profile, interval_share, live.learnt.gap_share)
-    future_streams = [now + more if more > 0 else now for now, more in zip(streams, work.arriving, strict=True)]
-    groups, num_groups, urgent = work.backlog(len(classes))
-    room = work.room(profile, live, len(classes))
-    # For any prompt, and for the prompts that wait here.
-    has_room = min(room.longest_prompt) >= profile.max_model_len and not live.room.lacking
-    ends = [] if has_room else free_later(live, booked, room.pages_before, max(gap, cost.base), shares[0])
+    pace = kept.of(work, costs, profile, live, classes)
+    gap, shares = pace.now.gap, pace.shares
+    future, joining = _future(work, costs, profile, live.learnt.gap_share, classes)
+    groups = work.groups()
+    num_groups = [max(map(len, of_class)) for of_class in zip(*groups, strict=True)]
+    urgent_reported, urgent_booked = map(_urgent_seconds, groups)
+    room, ends = room_of(profile, live, booked, work, max(gap, cost.base), shares[0])
     coming = [(each.at - reported_at, each.seconds) for each in booked if each.seconds and not each.has_first]
-    chunk_s = pace.chunk_s if num_streams else _chunk_seconds(live, profile, cost)
-    evicting = sum(work.booked_needs) - work.booked_idle_pages
+    chunk_s = pace.chunk_s if pace.has_streams else _chunk_seconds(live, profile, cost)
     page_seconds = live.tiers.page_seconds or (0.0,)
+    has_work = pace.has_streams or sum(work.arriving) > 0 or any(num_groups)
+    depth = profile.pipeline_parallel_size
     return Row(
         cost=cost,
-        pipeline=StepsInFlight(
-            profile.pipeline_parallel_size, interval_share, gap_of(profile.pipeline_parallel_size, interval_share)
-        ),
+        pipeline=StepsInFlight(depth, costs.interval_share, gap_of(depth, costs.interval_share)),
         prompt_steps=pace.prompt_steps,
         pages=_page_sizes(profile, live),
-        refuses_late=profile.admission == "reject" and bool(num_streams or num_arriving or groups),
+        refuses_late=profile.admission == "reject" and has_work,
         joins=_joins(work, live, gap, chunk_s, coming, profile.runs_ahead),
-        step_streams=pace.step.decodes,
+        step_streams=pace.step_streams,
         min_chunk=pace.min_chunk,
         lent=pace.lent,
-        now=StreamPace(gap, pace.lateness, streams),
-        future=StreamPace(future_gap, lateness(future_gap, future_streams, classes), future_streams),
+        now=pace.now,
+        future=future,
         joining=joining,
-        room=RoomFigures(
-            min([at for at, free in ends if free < room.pages_now], default=NO_LIMIT),
-            live.room.empty_pages - evicting,
-            live.room.eviction_seconds,
-            room.pages,
-            room.slots,
-            room.longest_prompt,
-        ),
+        room=room,
         tiers=TierPrices(page_seconds[0], page_seconds[-1], live.tiers.queue_seconds),
-        encoder=EncoderPrices(encoder.base, encoder.per_embedding_token, encoder.per_square),
+        encoder=EncoderPrices(costs.encoder.base, costs.encoder.per_embedding_token, costs.encoder.per_square),
         shares=PromptShares(
             max(live.shares.streams - (1 - shares[0]), 0.0),
             [max(share, LEAST_SHARE) for share in shares],
             _own_shares(shares, live.shares.prompts),
-            _delays_streams(profile.chunk_policy, streams),
+            _delays_streams(profile.chunk_policy, work.streams),
         ),
         queue=PromptQueue(
             min([each.at for each in booked], default=reported_at) - reported_at,
-            [each + live.prefills.in_flight_seconds for each in urgent[REPORTED]],
-            urgent[BOOKED],
+            [each + live.prefills.in_flight_seconds for each in urgent_reported],
+            urgent_booked,
             num_groups,
         ),
         groups=groups,
@@ -156,7 +145,7 @@ def _joins(
     `coming`: seconds since the report at which prompts were booked, and their own, in order of time."""
     streams_s = gap if sum(work.streams) else 0.0
     later = min(live.step_seconds, gap) / 2 + (streams_s if runs_ahead else 0.0)
-    waiting = sum([seconds for _, seconds in work.reported.values()]) if live.step_seconds else 0.0
+    waiting = sum([seconds for _, seconds in work.waiting[REPORTED].values()]) if live.step_seconds else 0.0
     if live.room.pages_now > live.room.free_pages:  # some wait for pages, not for a step
         waiting = min(waiting, live.prefills.started_seconds)
     waiting += sum([seconds for at, seconds in coming if at <= 0])  # on their way as the replica reported
@@ -202,55 +191,44 @@ def _encoder_cost_of(coefficients: tuple[float, float, float]) -> EncoderCost:
 class _Pace(NamedTuple):
     """How fast streams and prompts are with the streams of now: see `ReplicaFigures`."""
 
-    step: StepWork  # of the streams, without chunks
-    gap: float
+    has_streams: bool
+    now: StreamPace[float, Sequence[float]]
+    step_streams: float
     shares: Sequence[float]  # by priority: see `Sharing`
     lent: Lent
     min_chunk: float
     chunk_s: float  # seconds that chunks take in a step beside the streams, at most
-    lateness: float
     prompt_steps: PromptSteps  # of a prompt beside no stream
 
 
 @dataclass(slots=True)
 class KeptPace:
-    """Keeps the pace of one replica while its report and its streams stay as they are: most requests change neither."""
+    """Keeps the pace of one replica's report while its streams stay as they are: most requests do not change them."""
 
-    _key: tuple[object, ...] = ()  # what the pace that is kept follows from
+    _streams: tuple[object, ...] = ()
     _kept: _Pace | None = None
 
     def of(
-        self,
-        work: Work,
-        costs: _Costs,
-        profile: SchedulingProfile,
-        live: LiveProfile,
-        classes: Sequence[SloClass],
+        self, work: Work, costs: _Costs, profile: SchedulingProfile, live: LiveProfile, classes: Sequence[SloClass]
     ) -> _Pace:
         """Return the pace with the streams of `work`."""
-        key = id(profile), id(live), id(classes), work.context, work.adapters, *work.streams, *work.joining
-        if self._kept is None or key != self._key[:-1]:
+        streams = classes, work.context, work.adapters, work.streams, work.joining
+        if self._kept is None or streams != self._streams:
             self._kept = _pace(work, costs, profile, live, classes)
-            self._key = *key, (profile, live, classes)  # the last: so that no other object gets their ids
+            self._streams = streams
         return self._kept
 
 
 def _pace(
-    work: Work,
-    costs: _Costs,
-    profile: SchedulingProfile,
-    live: LiveProfile,
-    classes: Sequence[SloClass],
+    work: Work, costs: _Costs, profile: SchedulingProfile, live: LiveProfile, classes: Sequence[SloClass]
 ) -> _Pace:
-    """Return the pace with the streams of `work`."""
     cost = costs.step
+    depth = profile.pipeline_parallel_size
     num_streams = sum(work.streams)
-    num_steps, per_step = _steps_between_tokens(num_streams, profile.pipeline_parallel_size, costs.interval_share)
+    num_steps, per_step = _steps_between_tokens(num_streams, depth, costs.interval_share)
     step = StepWork.of_streams(num_streams, work.context, work.adapters, num_steps)
     alone = cost.seconds(step)
     gap = alone * per_step * live.learnt.gap_share
-    depth = profile.pipeline_parallel_size
-    decoding = work.decoding(depth)
     limits = ChunkLimits(
         profile.chunk_policy,
         profile.min_chunk_tokens,
@@ -258,35 +236,45 @@ def _pace(
         profile.page_size,
         overrun_when_full(costs.overrun, depth, costs.interval_share),
     )
-    sharing = Sharing.of(cost, limits, decoding, classes)
+    sharing = Sharing.of(cost, limits, Decoding(work.joining, work.context, work.adapters, depth), classes)
     shares = sharing.shares(len(classes))
-    lent = sharing.lent(0, shares[0], live.streams.lead_s)
-    min_chunk = max(profile.max_num_batched_tokens - num_streams, 1.0)
     share = shares[0]
     steps = PromptSteps.of(profile, cost)
-    most = steps.max_step_tokens * cost.per_prefill_token
+    min_chunk = max(profile.max_num_batched_tokens - num_streams, 1.0)
+    chunk_s = steps.max_step_tokens * cost.per_prefill_token
     if not num_streams:
-        most = min(most, steps.max_chunk_s)
-    if not meaning_of(profile.chunk_policy).fits_streams:
-        return _Pace(step, gap, shares, lent, min_chunk, most, lateness(gap, work.streams, classes), steps)
-    min_chunk = min(free_tokens(cost, step, 0, profile.min_chunk_tokens, alone=alone), min_chunk)
-    chunk_s = max(gap * share / (1 - share), min_chunk * cost.per_prefill_token) if share < 1 else most
-    late = lateness(gap, work.streams, classes)
-    return _Pace(step, gap, shares, lent, min_chunk, min(chunk_s, most), late, steps)
+        chunk_s = min(chunk_s, steps.max_chunk_s)
+    if meaning_of(profile.chunk_policy).fits_streams:
+        min_chunk = min(free_tokens(cost, step, 0, profile.min_chunk_tokens, alone=alone), min_chunk)
+        if share < 1:
+            chunk_s = min(max(gap * share / (1 - share), min_chunk * cost.per_prefill_token), chunk_s)
+    return _Pace(
+        num_streams > 0,
+        StreamPace(gap, lateness(gap, work.streams, classes, max), work.streams),
+        step.decodes,
+        shares,
+        sharing.lent(0, share, live.streams.lead_s),
+        min_chunk,
+        chunk_s,
+        steps,
+    )
 
 
 def _future(
-    work: Work, cost: StepCost, profile: SchedulingProfile, interval_share: float, gap_share: float
-) -> tuple[float, Joining[float]]:
-    """Return the gap between tokens of the streams to come, and what one more adds. `gap_share`: see `Learnt`."""
-    num_future = sum(work.streams) + max(sum(work.arriving), 0.0)
-    num_steps, per_step = _steps_between_tokens(num_future + 1, profile.pipeline_parallel_size, interval_share)
+    work: Work, costs: _Costs, profile: SchedulingProfile, gap_share: float, classes: Sequence[SloClass]
+) -> tuple[StreamPace[float, Sequence[float]], Joining[float]]:
+    """Return the pace of the streams to come, and what one more adds. `gap_share`: see `Learnt`."""
+    count = sum(work.streams) + max(sum(work.arriving), 0.0)
+    num_steps, per_step = _steps_between_tokens(count + 1, profile.pipeline_parallel_size, costs.interval_share)
     context = work.context + work.future_context
-    future = StepWork.of_streams(num_future, context, work.future_adapters, num_steps)
-    seconds = cost.seconds(future)
-    joined = cost.seconds(StepWork.of_streams(num_future + 1, context, work.future_adapters, num_steps))
-    # With drafts, a step brings several tokens.
-    return seconds * per_step * gap_share, Joining((joined - seconds) * num_steps, per_step / num_steps * gap_share)
+    seconds, joined = [
+        costs.step.seconds(StepWork.of_streams(each, context, work.future_adapters, num_steps))
+        for each in (count, count + 1)
+    ]
+    gap = seconds * per_step * gap_share  # with drafts, a step brings several tokens
+    streams = [now + max(more, 0) for now, more in zip(work.streams, work.arriving, strict=True)]
+    joining = Joining((joined - seconds) * num_steps, per_step / num_steps * gap_share)
+    return StreamPace(gap, lateness(gap, streams, classes, max), streams), joining
 
 
 def _steps_between_tokens(num_streams: float, depth: int, interval_share: float) -> tuple[float, float]:
@@ -309,6 +297,16 @@ def _delays_streams(policy: str, streams: Sequence[float]) -> list[bool]:
     return [not fits or priority <= most_urgent for priority in range(len(streams))]
 
 
+def _urgent_seconds(groups: Sequence[Sequence[Group]]) -> list[float]:
+    """Return the seconds of prompts that are more urgent than each class. `groups`: by priority."""
+    found, more_urgent = [], 0.0
+    for of_class in groups:
+        found.append(more_urgent)
+        for _, seconds in of_class:
+            more_urgent += seconds
+    return found
+
+
 def _own_shares(shares: Sequence[float], recent: Sequence[float]) -> list[float]:
     """Return each class's share less the `recent` shares of the more urgent classes."""
     own = []
@@ -318,12 +316,3 @@ def _own_shares(shares: Sequence[float], recent: Sequence[float]) -> list[float]
         if priority < len(recent):
             more_urgent += recent[priority]
     return own
-
-
-def lateness(gap: float, streams: Sequence[float], classes: Sequence[SloClass]) -> float:
-    """Return the seconds per token by which streams are late in a step of `gap` seconds, weighted by class."""
-    late = 0.0
-    for priority, slo in enumerate(classes):
-        if gap > slo.tpot_s:
-            late += streams[priority] * slo.weight * (gap - slo.tpot_s)
-    return late

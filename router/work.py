@@ -3,20 +3,18 @@
 from bisect import bisect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import TypeAlias
 
 from crossdock.router.query import Query
 from crossdock.workers.report.live_profile import LENGTHS, LiveProfile
-from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost.cost import NO_ADAPTERS, AdapterWork
-from crossdock.workers.schedule.first_token import Decoding
 
 # Where a waiting prompt is known from: the replica's live profile, or this router's own in-flight load.
 REPORTED = 0
 BOOKED = 1
 
-Group: TypeAlias = tuple[int, int, int, float, float]
-"""Waiting prompts of one class and about one length: (REPORTED or BOOKED, priority, position, count, seconds)."""
+Group: TypeAlias = tuple[float, float]
+"""Waiting prompts of one class and about one length: (count, seconds of all of them)."""
 
 
 @dataclass(slots=True)
@@ -37,18 +35,8 @@ class InFlightLoad:
         self.has_first = True
 
 
-class FreeRoom(NamedTuple):
-    """The room of one replica that its in-flight loads leave, by priority where there are several."""
-
-    pages: Sequence[float]
-    slots: Sequence[float]
-    longest_prompt: Sequence[float]  # tokens, of a prompt that need wait for neither
-    pages_before: float  # free for the least urgent class, without any in-flight load
-    pages_now: float  # the same with the in-flight loads that have room
-
-
-_Prompts: TypeAlias = dict[tuple[int, int], tuple[float, float]]
-"""Prompts that wait, by (priority, length, a place in `LENGTHS`): (count, seconds of all of them)."""
+_Prompts: TypeAlias = dict[tuple[int, int], Group]
+"""Prompts that wait, by (priority, length, a place in `LENGTHS`)."""
 
 
 @dataclass(slots=True)
@@ -58,13 +46,11 @@ class Work:
     streams: list[float]  # by priority: streams that decode here now
     joining: list[float]  # by priority: streams, and those whose prompts other replicas compute
     arriving: list[float]  # by priority: streams of the future that do not decode yet, less those that will leave
-    reported: _Prompts
-    booked: _Prompts
+    waiting: tuple[_Prompts, _Prompts]  # REPORTED, BOOKED
     context: float  # tokens of the streams
     future_context: float  # tokens of the streams that arrive
-    booked_needs: list[int] = field(default_factory=list)  # pages of each in-flight load
+    booked_needs: list[int] = field(default_factory=list)  # pages of each in-flight load that takes a slot
     booked_idle_pages: int = 0  # of all these pages, cached ones that no request holds
-    booked_seq_slots: int = 0
     adapters: AdapterWork = NO_ADAPTERS  # of the streams
     future_adapters: AdapterWork = NO_ADAPTERS  # of the streams and those that arrive
     used_adapters: set[str] = field(default_factory=set)  # fingerprints
@@ -80,8 +66,7 @@ class Work:
         prompt_tokens = 0.0
         for group in live.prefills.groups:
             priority = group.priority if group.priority < num_classes else num_classes - 1
-            had, had_seconds = prompts.get((priority, group.length), (0.0, 0.0))
-            prompts[priority, group.length] = had + group.count, had_seconds + group.seconds
+            _add(prompts, priority, group.length, group.count, group.seconds)
             arriving[priority] += group.count
             num_prompts += group.count
             prompt_tokens += group.tokens
@@ -91,7 +76,7 @@ class Work:
             for priority, count in enumerate(_by_priority(live.streams.leaving, num_classes)):
                 arriving[priority] -= count
         work = cls(
-            *(streams, joining, arriving, prompts, {}, live.streams.context_tokens, prompt_tokens),
+            *(streams, joining, arriving, (prompts, {}), live.streams.context_tokens, prompt_tokens),
             adapters=live.adapters.use.now,
             future_adapters=live.adapters.use.future,
             used_adapters=set(live.adapters.fingerprints[: live.adapters.use.num_used]),
@@ -104,9 +89,7 @@ class Work:
         """Add a request that the live profile does not include."""
         priority = min(in_flight.priority, len(self.streams) - 1)
         if in_flight.seconds and not in_flight.has_first:
-            key = priority, bisect(LENGTHS, in_flight.seconds)
-            had, had_seconds = self.booked.get(key, (0.0, 0.0))
-            self.booked[key] = had + 1, had_seconds + in_flight.seconds
+            _add(self.waiting[BOOKED], priority, bisect(LENGTHS, in_flight.seconds), 1, in_flight.seconds)
         if in_flight.decodes and in_flight.has_first:
             self.streams[priority] += 1
             self.joining[priority] += 1
@@ -120,7 +103,6 @@ class Work:
         if in_flight.decodes or not in_flight.has_first:
             self.booked_needs.append(in_flight.pages)
             self.booked_idle_pages += in_flight.idle_pages
-            self.booked_seq_slots += 1
 
     def _add_adapter(self, query: Query, *, is_stream: bool) -> None:
         """Count the adapter of one more stream; its matrices are read once for all streams that have it."""
@@ -130,51 +112,18 @@ class Work:
             self.adapters = self.adapters.plus(read, query.adapter_weights)
         self.future_adapters = self.future_adapters.plus(read, query.adapter_weights)
 
-    def backlog(self, num_classes: int) -> tuple[list[Group], list[int], tuple[list[float], list[float]]]:
-        """Return the groups of waiting prompts, the shortest of each class first; and by priority how many positions
-        they fill, and the seconds of prompts of more urgent classes: reported, and booked."""
-        groups: list[Group] = []
-        num_groups = [0] * num_classes
-        urgent = ([0.0] * num_classes, [0.0] * num_classes)
-        for source, prompts in ((REPORTED, self.reported), (BOOKED, self.booked)):
-            last = -1
-            position = 0
-            for (priority, _), (count, seconds) in sorted(prompts.items()):
-                position = position + 1 if priority == last else 0
-                last = priority
-                groups.append((source, priority, position, count, seconds))
-                num_groups[priority] = max(num_groups[priority], position + 1)
-                for less_urgent in range(priority + 1, num_classes):
-                    urgent[source][less_urgent] += seconds
-        return groups, num_groups, urgent
+    def groups(self) -> Sequence[Sequence[Sequence[Group]]]:
+        """Return the groups of waiting prompts, `[REPORTED or BOOKED][priority]`, the shortest prompts first."""
+        found: list[list[list[Group]]] = [[[] for _ in self.streams] for _ in self.waiting]
+        for by_class, prompts in zip(found, self.waiting, strict=True):
+            for (priority, _), group in sorted(prompts.items()):
+                by_class[priority].append(group)
+        return found
 
-    def room(self, profile: SchedulingProfile, live: LiveProfile, num_classes: int) -> "FreeRoom":
-        """Return the room that the in-flight loads leave. An in-flight load takes room from every class."""
-        pages: Sequence[float] = live.room.free_pages
-        pages_now: Sequence[float] = live.room.pages_now or pages
-        slots: Sequence[float] = live.room.slots
-        if len(pages) != num_classes or len(slots) != num_classes:
-            pages = _padded(pages, profile.num_pages, num_classes)
-            pages_now = _padded(pages_now, profile.num_pages, num_classes)
-            slots = _padded(slots, profile.max_num_seqs, num_classes)
-        before = pages_now[-1]
-        booked = sum(self.booked_needs)
-        for need in self.booked_needs:
-            pages_now = [free - need if need <= free else free for free in pages_now]  # others pass those that wait
-        free_seq_slots = [free - self.booked_seq_slots for free in slots]
-        needs = profile.needs
-        longest: list[float] = [
-            needs.longest_prompt(free) if slot >= 1 else -1.0
-            for free, slot in zip(pages_now, free_seq_slots, strict=True)
-        ]
-        return FreeRoom([free - booked for free in pages], free_seq_slots, longest, before, pages_now[-1])
 
-    def decoding(self, depth: int) -> Decoding:
-        """Return the streams beside which prompts are computed. `depth`: steps in flight.
-
-        Streams whose prompts other replicas compute count as if they ran.
-        """
-        return Decoding(self.joining, self.context, self.adapters, depth)
+def _add(prompts: _Prompts, priority: int, length: int, count: float, seconds: float) -> None:
+    had, had_seconds = prompts.get((priority, length), (0.0, 0.0))
+    prompts[priority, length] = had + count, had_seconds + seconds
 
 
 def _by_priority(reported: Sequence[float], num_classes: int) -> list[float]:
@@ -185,8 +134,3 @@ def _by_priority(reported: Sequence[float], num_classes: int) -> list[float]:
     known = [*reported[:num_classes], *[0.0] * (num_classes - len(reported))]
     known[-1] += sum(reported[num_classes:])
     return known
-
-
-def _padded(reported: Sequence[float], default: float, num_classes: int) -> list[float]:
-    """Return figures for the router's classes, with a default for classes that the replica does not have."""
-    return [*reported[:num_classes], *[default] * (num_classes - len(reported))]
