@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdock.router.loads import Slots
-from crossdock.router.placement import Candidates
+from crossdock.router.placement import Candidates, SlotPair
 from crossdock.router.query import Query
 from crossdock.router.replica_table import ReplicaTable
 from crossdock.workers.schedule.cost.formula import Floats
@@ -34,9 +34,9 @@ Policy = Callable[[PolicyView], int]
 
 def place(
     policy: Policy, table: ReplicaTable, candidates: Candidates, query: Query, cached: Floats, number: int
-) -> tuple[int, int]:
-    """Return the slots of the (prefill, decode) replicas that a policy chooses: a pair where there are replicas of role
-    `prefill`, the same slot twice otherwise. `number` counts placements."""
+) -> SlotPair:
+    """Return the slots of the replicas that a policy chooses: a pair where there are replicas of role `prefill`, the
+    same slot twice otherwise. `number` counts placements."""
 
     def view_of(slots: Slots) -> PolicyView:
         replicas = [table.replica_in(slot) for slot in slots]
@@ -60,13 +60,13 @@ def place(
         alone = candidates.alone if len(candidates.alone) else candidates.decodes
         mixed = np.intersect1d(alone, table.slots_of("mixed"))
         slot = pick(mixed if len(mixed) else alone)
-        return slot, slot
+        return SlotPair(slot, slot)
     own = np.intersect1d(candidates.decodes, candidates.alone)
     if policy in HOLDERS and len(own) and (at := HOLDERS[policy](view_of(own))) is not None:
-        return int(own[at]), int(own[at])
+        return SlotPair(int(own[at]), int(own[at]))
     prefill = pick(prefills)
     decodes = candidates.decodes[table.groups[candidates.decodes] == table.groups[prefill]]
-    return (prefill, pick(decodes)) if len(decodes) else (prefill, prefill)
+    return SlotPair(prefill, pick(decodes) if len(decodes) else prefill)
 
 
 def round_robin(view: PolicyView) -> int:

@@ -4,7 +4,7 @@ No clock and no network: time and messages come in, placements go out. Several r
 the reports of every replica, and counts its own in-flight loads only until the replica's report includes them.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -16,7 +16,7 @@ from crossdock.router import baselines
 from crossdock.router.fetching import Sources, with_sources
 from crossdock.router.loading import with_loads
 from crossdock.router.loads import Slots
-from crossdock.router.placement import Candidates, Placement, check_promise, choose, first_token_s
+from crossdock.router.placement import Candidates, Placement, SlotPair, choose, first_token_s
 from crossdock.router.predict import Prediction, PromptPrediction, lacks_room, predict_prompt, with_output
 from crossdock.router.prefixes import Prefixes, num_shared, pages_by_slot
 from crossdock.router.query import Query
@@ -69,8 +69,8 @@ MOST_IN_USE = 16
 class _Ways(NamedTuple):
     """The prediction with the best way to each replica's pages of a prompt."""
 
-    prediction: Prediction[Floats]
-    cached: Floats  # [slot]: tokens of the prompt in its pool, or loaded; not those fetched
+    prediction: Prediction[Any]
+    cached: Any  # [slot]: tokens of the prompt in its pool, or loaded; not those fetched. A float of an only replica
     loading: Slots | None = None  # replicas that load pages from tiers
     fetches: Sources | None = None
 
@@ -131,35 +131,26 @@ class Fleet:
             Overloaded: no replica can keep the request's promise, and every replica refuses late requests.
             LookupError: there is no replica left to choose.
         """
-        exclude = {*exclude, *self._with_other_weights(query.weights)} if query.weights else exclude
-        if self.table.paused or self.table.outdated:
-            exclude = {*exclude, *self.table.outdated, *self._paused()}
-        may_ship = self.config.shipping != "never" and query.may_ship and query.num_tokens >= self.page_size
-        may_ship = may_ship and not query.is_prompt_alone
+        if query.weights or self.table.paused or self.table.outdated:
+            exclude = {*exclude, *self._closed_to(query)}
+        shipping, is_prompt_alone = self.config.shipping, query.is_prompt_alone
+        may_ship = query.may_ship and not is_prompt_alone and query.num_tokens >= self.page_size
         candidates = self.table.candidates(
-            may_ship, self.config.shipping == "always", exclude, is_prompt_alone=query.is_prompt_alone
+            may_ship and shipping != "never", shipping == "always", exclude, is_prompt_alone=is_prompt_alone
         )
         self.num_chosen += 1
         if (placement := self._on_the_only(query, now, candidates)) is not None:
             return placement
         self.table.refresh(now)
-        slo = self.classes[self._priority(query.slo_class)]
-        loads = self.table.loads
         ways = self._with_prefixes(query, now, candidates, exclude)
-        prediction = ways.prediction
-        cached = ways.cached
-        if self.config.policy != "seconds":
-            policy = baselines.POLICIES[self.config.policy]
-            prefill, decode = baselines.place(policy, self.table, candidates, query, cached, self.num_chosen)
-        elif len(candidates.alone) == 1 and not len(candidates.prefills):  # the only one that may
-            prefill = decode = int(candidates.alone[0])
-            check_promise(loads, query, prediction, slo, prefill, candidates)
+        if self.config.policy == "seconds":
+            slo = self._slo(query)
+            pair = choose(self.table.loads, query, ways.cached, ways.prediction, slo, candidates)
         else:
-            pair = choose(loads, query, cached, prediction, slo, candidates)
-            prefill = pair.prefill
-            decode = pair.decode
-        how, brought = self._brought(query, ways, prefill, candidates)
-        return self._placement(query, slo, prediction, prefill, decode, cached, how, **brought)
+            policy = baselines.POLICIES[self.config.policy]
+            pair = baselines.place(policy, self.table, candidates, query, ways.cached, self.num_chosen)
+        how, brought = self._brought(query, ways, pair.prefill, candidates)
+        return self._placement(query, ways, pair, how, **brought)
 
     def book(self, query: Query, placement: Placement) -> None:
         """Count a request as given to the replicas of `placement`, to which it is on its way."""
@@ -229,49 +220,47 @@ class Fleet:
         held = int(self._num_held(replica, query, cached_tokens)) // size
         here = min(self.prefixes.num_reported(replica.slot, query.page_hashes), cached_tokens // size)
         pages = replica.profile.needs.at_once(query.num_tokens + query.expected_output * decodes, held)
-        priority, idle = self._priority(query.slo_class), max(here - held, 0)
+        priority, idle = self.table.loads.priority_of(query.slo_class), max(here - held, 0)
         in_flight = InFlightLoad(query, priority, seconds, pages, decodes, self.table.now, idle)
         if replica.place(query.request_id, in_flight):
             self.table.touch(replica)
         self.prefixes.expect(replica.slot, query.page_hashes)
 
-    def _with_other_weights(self, weights: str) -> list[str]:
-        """Return the replicas that would give a request other tokens."""
-        return [each.name for each in self.table.by_name.values() if each.profile.weights != weights]
-
-    def _paused(self) -> Collection[str]:
-        """Return the paused replicas, unless all are: then requests wait at them."""
-        paused = self.table.paused
-        out = self.table.paused | self.table.outdated
-        return paused if any(name not in out for name in self.table.by_name) else set()
+    def _closed_to(self, query: Query) -> Collection[str]:
+        """Return the replicas that must not have a request: those that would give it other tokens, that have outdated
+        weights, or that are paused. Unless all are paused: then requests wait at them."""
+        table = self.table
+        others = [each.name for each in table.by_name.values() if query.weights not in ("", each.profile.weights)]
+        out = table.paused | table.outdated
+        return out.union(others) if table.by_name.keys() - out else table.outdated.union(others)
 
     def _predict(
-        self, query: Query, cached: Floats, ages: Floats, held: Floats | None, slots: Slots | None = None
+        self, query: Query, ages: Floats, held: Floats | None, slots: Slots | None, cached: Floats
     ) -> PromptPrediction[Floats]:
         """Return the prediction for a prompt at every replica, or at those in `slots`, which have `cached` tokens.
 
         `held`: see `predict_prompt`."""
-        priority = self._priority(query.slo_class)
         loads = self.table.loads
-        fair = None
         if slots is not None:
             ages = ages[slots]
             loads = loads.at(slots)
             held = None if held is None else held[slots]
-        if query.tenant:
-            every = self.table.by_slot
-            replicas = every if slots is None else [every[slot] for slot in slots]
-            fair = partial(fair_ahead, replicas, priority, query.tenant, query.weight)
-        asked = (query.num_tokens, query.max_tokens, priority)
-        adapter = query.adapter_weights
-        prediction = predict_prompt(loads, *asked, cached, ages, self.classes, query.items, fair, held, adapter)
+        fair = self._fair(query, slots) if query.tenant else None
+        prediction = predict_prompt(loads, query, cached, ages, held, fair)
         if query.adapter:
             waits = self.table.adapter_waits(query.adapter)
             prediction.ttft += waits if slots is None else waits[slots]
         return prediction
 
-    def _priority(self, slo_class: str) -> int:
-        return self.table.priorities.get(slo_class, len(self.classes) - 1)  # the replica refuses another, with a reason
+    def _fair(self, query: Query, slots: Slots | None) -> Callable[[Floats, Floats], Floats]:
+        """Return the argument `fair` of `predict_prompt` for a tenant at every replica, or at those in `slots`."""
+        every = self.table.by_slot
+        replicas = every if slots is None else [every[slot] for slot in slots]
+        priority = self.table.loads.priority_of(query.slo_class)
+        return partial(fair_ahead, replicas, priority, query.tenant, query.weight)
+
+    def _slo(self, query: Query) -> SloClass:
+        return self.classes[self.table.loads.priority_of(query.slo_class)]
 
     def _held(self, query: Query, tiers: Sequence[Prefixes] = ()) -> list[Floats]:
         """Return how many tokens of the prompt each replica has in its pool, `[slot]`; the same with the first of its
@@ -288,8 +277,9 @@ class Fleet:
         """Return how many of the `cached` tokens, `[slot]`, lie in pages that other requests hold, where that decides
         whether the prompt has room. Cached pages that no request holds count as free, but a prompt takes its own.
         None: the prompt has room at every replica."""
-        priority, tokens = self._priority(query.slo_class), query.num_tokens + query.expected_output
-        lacks = lacks_room(self.table.loads, priority, tokens, ages)
+        loads = self.table.loads
+        tokens = query.num_tokens + query.expected_output
+        lacks = lacks_room(loads, loads.priority_of(query.slo_class), tokens, ages)
         if not lacks.any():  # the usual case
             return None
         found = cached.copy()
@@ -304,7 +294,8 @@ class Fleet:
         """
         if not cached:
             return 0.0
-        row, priority = self.table.row_of(replica), self._priority(query.slo_class)
+        row = self.table.row_of(replica)
+        priority = row.priority_of(query.slo_class)
         all_start, held, most = row.room.free_pages[priority] >= 0, 0, cached / self.page_size
         for in_flight in (*replica.pending.values(), *replica.included.values()):
             if in_flight.has_first or all_start:
@@ -320,16 +311,16 @@ class Fleet:
         is_plain = not (query.tenant or query.items or query.adapter or any(map(len, self.in_tiers)))
         if not is_plain or self.config.policy != "seconds" or len(candidates.prefills):
             return None
-        only, priority = self.table.only_row(now), self._priority(query.slo_class)
-        if only is None or lacks_room(only[0], priority, query.num_tokens + query.expected_output, only[1]):
+        if (only := self.table.only_row(now)) is None:
             return None
-        (row, age), size, slot = only, self.page_size, int(candidates.alone[0])
-        if query.may_refuse and row.refuses_late:
+        row, age = only
+        lacks = lacks_room(row, row.priority_of(query.slo_class), query.num_tokens + query.expected_output, age)
+        if lacks or (query.may_refuse and row.refuses_late):
             return None
-        cached = float(size * len(self.prefixes.match(self._usable(query))[0]))
-        prompt = predict_prompt(row, query.num_tokens, query.max_tokens, priority, cached, age, self.classes)
-        prediction = with_output(prompt, row, query.num_tokens, query.expected_output, priority, cached, self.classes)
-        return self._placement(query, self.classes[priority], prediction, slot, slot, cached)
+        cached = float(self.page_size * len(self.prefixes.match(self._usable(query))[0]))
+        prediction = with_output(predict_prompt(row, query, cached, age), row, query, cached)
+        slot = int(candidates.alone[0])
+        return self._placement(query, _Ways(prediction, cached), SlotPair(slot, slot))
 
     def _with_prefixes(self, query: Query, now: float, candidates: Candidates, exclude: Collection[str]) -> "_Ways":
         """Return the prediction in which replicas load pages from tiers, or fetch them from others, where that is
@@ -338,16 +329,12 @@ class Fleet:
         cached, *by_tier = self._held(query, (fastest, second) if len(second) else (fastest,) if len(fastest) else ())
         ages = self.table.ages(now)
         in_use = self._in_use(query, cached, ages)
-
-        def again(slots: Slots, held: Floats) -> PromptPrediction[Floats]:
-            return self._predict(query, held, ages, in_use, slots)
-
-        priority, loads = self._priority(query.slo_class), self.table.loads
-        slo, prompt = self.classes[priority], self._predict(query, cached, ages, in_use)
-        asked = query.num_tokens, query.expected_output, priority, cached, self.classes, query.adapter_weights
-        ways = _Ways(with_output(prompt, loads, *asked), cached)
+        predict = partial(self._predict, query, ages, in_use)
+        loads = self.table.loads
+        slo = self._slo(query)
+        ways = _Ways(with_output(predict(None, cached), loads, query, cached), cached)
         if by_tier:
-            loaded = with_loads(loads, cached, by_tier, ways.prediction, again, slo, candidates)
+            loaded = with_loads(loads, cached, by_tier, ways.prediction, predict, slo, candidates)
             ways = ways._replace(cached=loaded[0], loading=loaded[1])
         may_fetch = self.config.policy == "seconds" and self.config.shipping != "never" and query.may_ship
         if not may_fetch or len(self.table) < 2 or not cached.any():  # a lone replica can fetch from none
@@ -357,7 +344,7 @@ class Fleet:
         def reported(slot: int) -> float:
             return size * self.prefixes.num_reported(slot, hashes)
 
-        fetches = with_sources(loads, ways.cached, ages, ways.prediction, again, slo, candidates, waits, reported)
+        fetches = with_sources(loads, ways.cached, ages, ways.prediction, predict, slo, candidates, waits, reported)
         return ways._replace(fetches=fetches)
 
     def _brought(self, query: Query, ways: "_Ways", slot: int, candidates: Candidates) -> tuple[str, dict[str, Any]]:
@@ -380,25 +367,24 @@ class Fleet:
     def _placement(
         self,
         query: Query,
-        slo: SloClass,
-        prediction: Prediction[Any],
-        prefill: int,
-        decode: int,
-        cached: Any,
+        ways: "_Ways",
+        pair: SlotPair,
         how: str = "",
         **brought: Any,
     ) -> Placement:
-        """Return the placement of a request. `how`, `brought`: see `_brought`."""
+        """Return the placement of a request on a pair of replicas. `how`, `brought`: see `_brought`."""
+        prefill, decode, slo, prediction = pair.prefill, pair.decode, self._slo(query), ways.prediction
         first, last = self.table.replica_in(prefill), self.table.replica_in(decode)
-        ttft, alone = _at(prediction.ttft, prefill), _at(prediction.alone, prefill)
+        ttft, alone, cached = [_at(each, prefill) for each in (prediction.ttft, prediction.alone, ways.cached)]
         if prefill != decode:
-            ttft = first_token_s(self.table.loads, query, cached, prediction, np.array([prefill]), np.array([decode]))
+            slots = np.array([prefill]), np.array([decode])
+            ttft = first_token_s(self.table.loads, query, ways.cached, prediction, *slots)
         late = slo.weight * max(ttft - slo.ttft_deadline(alone), 0.0)
         late += _at(prediction.prompt_lateness, prefill) + _at(prediction.decode_lateness, decode)
         reason = self.config.policy + how
         if self.config.policy == "seconds":
             reason = ("local" if prefill == decode else "shipped") + how
-            reason += " cached" * bool(2 * _at(cached, prefill) >= query.num_tokens) + " late" * bool(late > 0)
+            reason += " cached" * bool(2 * cached >= query.num_tokens) + " late" * bool(late > 0)
         return Placement(
             decode=last.name,
             prefill=first.name if first is not last else None,
@@ -406,7 +392,7 @@ class Fleet:
             predicted_ttft=ttft,
             predicted_gap=_at(prediction.gap, decode),
             late=late,
-            cached_tokens=int(_at(cached, prefill)),
+            cached_tokens=int(cached),
             prefill_seconds=_at(prediction.prefill, prefill),
             weights=last.profile.weights if self.config.unlike_weights == "apart" else "",
             **brought,

@@ -127,6 +127,7 @@ class ReplicaFigures(Generic[Costs, One, Each]):
     """
 
     cost: Costs  # the coefficients of `StepCost`, in seconds
+    classes: Sequence[SloClass]  # most urgent first; equal for all replicas
     pipeline: StepsInFlight[One]
     prompt_steps: PromptSteps
     pages: PageSizes[One]
@@ -143,6 +144,14 @@ class ReplicaFigures(Generic[Costs, One, Each]):
     encoder: EncoderPrices[One]
     shares: PromptShares[One, Each]
     queue: PromptQueue[One, Each]
+
+    def priority_of(self, slo_class: str) -> int:
+        """Return the priority of a class: the last one if its name is unknown, so that the replica refuses the request
+        and says why."""
+        for priority, slo in enumerate(self.classes):
+            if slo.name == slo_class:
+                return priority
+        return len(self.classes) - 1
 
     def waiting(self, priority: int) -> Any:
         """Return the counts and the seconds of prompts that wait, `[position]` each: REPORTED, BOOKED."""
@@ -222,7 +231,7 @@ class Loads(ReplicaFigures[StepCosts, Floats, Floats]):
     def at(self, slots: Slots) -> "Loads":
         """Return the loads of these slots alone, in this order."""
         arrays = self.columns, self.groups, self.ends, self.lacking
-        return _of(*(figures.take(slots, axis=-1) for figures in arrays))
+        return _of(self.classes, *(figures.take(slots, axis=-1) for figures in arrays))
 
     def waiting(self, priority: int) -> Floats:
         """Return the counts and the seconds of prompts that wait, `[position, slot]` each: REPORTED, BOOKED."""
@@ -252,7 +261,7 @@ def _part(name: str, kind: Any) -> _Part:
     return _Part(name, make, names[False], names[True])
 
 
-_PARTS = [_part(column.name, column.type) for column in fields(ReplicaFigures)[1:]]  # without the cost
+_PARTS = [_part(column.name, column.type) for column in fields(ReplicaFigures)[2:]]  # without cost and classes
 _NUM_SINGLE = sum([len(part.single) for part in _PARTS])
 _NUM_BY_CLASS = sum([len(part.by_class) for part in _PARTS])
 _single = attrgetter(*[name for part in _PARTS for name in part.single])
@@ -260,13 +269,14 @@ _by_class = attrgetter(*[name for part in _PARTS for name in part.by_class])
 NO_LIMIT = 1e12  # tokens: more than any prompt has; seconds: never
 
 
-def blank(num_slots: int, num_classes: int) -> Loads:
+def blank(num_slots: int, classes: Sequence[SloClass]) -> Loads:
     """Return the loads of `num_slots` slots without a replica. Their figures are harmless where all slots are computed
     at once: no division by 0, no wait for room."""
+    num_classes = max(len(classes), 1)
     columns = np.zeros((len(_COEFFICIENTS) + _NUM_SINGLE + _NUM_BY_CLASS * num_classes, num_slots))
     groups = np.zeros((2, 2, num_classes, NUM_GROUPS, num_slots))
     ends = np.zeros((2, MOST_ENDS, num_slots))
-    loads = _of(columns, groups, ends, np.zeros((2, MOST_ENDS, num_slots)))
+    loads = _of(classes, columns, groups, ends, np.zeros((2, MOST_ENDS, num_slots)))
     shares = loads.shares.now, loads.shares.own, loads.lent.share
     for divisor in (loads.pages.size, loads.pages.bytes_per_second, *shares, *loads.pipeline[:2]):
         divisor[:] = 1.0
@@ -275,11 +285,11 @@ def blank(num_slots: int, num_classes: int) -> Loads:
     return loads
 
 
-def _of(columns: Floats, groups: Floats, ends: Floats, lacking: Floats) -> Loads:
+def _of(classes: Sequence[SloClass], columns: Floats, groups: Floats, ends: Floats, lacking: Floats) -> Loads:
     """Return the loads whose arrays are views of `columns`, which are in the order of the fields."""
     first = len(_COEFFICIENTS)
     num_classes = groups.shape[2]
-    figures: list[Any] = [StepCosts(*columns[:first])]
+    figures: list[Any] = [StepCosts(*columns[:first]), classes]
     single = columns[first : first + _NUM_SINGLE]
     by_class = columns[first + _NUM_SINGLE :].reshape(_NUM_BY_CLASS, num_classes, -1)
     at = at_class = 0

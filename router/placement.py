@@ -90,7 +90,7 @@ class SlotPair:
 
     prefill: int
     decode: int
-    cost: float  # weighted seconds
+    cost: float = 0.0  # weighted seconds; 0: costs were not compared
 
 
 @dataclass(frozen=True, slots=True)

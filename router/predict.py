@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdock.router.loads import ReplicaFigures, Slots, lateness
-from crossdock.router.query import EXPECTED_OUTPUT_TOKENS
+from crossdock.router.query import Query
 from crossdock.workers.report.live_profile import MEMORY_S, MOST_ENDS
 from crossdock.workers.schedule.cost.formula import Figure, Floats
 from crossdock.workers.schedule.first_token import (
@@ -85,23 +85,16 @@ class Prediction(PromptPrediction[Figure]):
 
 
 def with_output(
-    prompt: PromptPrediction[Figure],
-    loads: Figures[Figure],
-    num_tokens: int,
-    output: int,
-    priority: int,
-    cached: Figure,
-    classes: Sequence[SloClass],
-    adapter: int = 0,
+    prompt: PromptPrediction[Figure], loads: Figures[Figure], query: Query, cached: Figure
 ) -> Prediction[Figure]:
-    """Return the prediction for a prompt and an expected output of `output` tokens. The other arguments are those of
+    """Return the prediction for a request whose `prompt` is predicted. The other arguments are as in
     `predict_prompt`."""
-    slo = classes[priority]
-    token: Any = loads.joining.seconds + loads.cost.context_seconds(num_tokens, 1)
-    token = token + loads.cost.per_adapted * adapter if adapter else token
+    output = query.expected_output
+    token: Any = loads.joining.seconds + loads.cost.context_seconds(query.num_tokens, 1)
+    token = token + loads.cost.per_adapted * query.adapter_weights if query.adapter_weights else token
     gap = loads.future.gap + loads.joining.share * token
-    evicted = _evicted_seconds(loads, num_tokens + output, cached)
-    late = _decode_lateness(loads, slo, gap, output, classes)
+    evicted = _evicted_seconds(loads, query.num_tokens + output, cached)
+    late = _decode_lateness(loads, loads.classes[loads.priority_of(query.slo_class)], gap, output)
     work = output * token * loads.pipeline.interval_share
     seconds = prompt.prefill, prompt.alone, prompt.admission_ttft, prompt.ttft, prompt.chunk, prompt.prompt_share
     return Prediction(*seconds, prompt.prompt_lateness, prompt.room_wait, evicted, gap, late, work)
@@ -109,28 +102,25 @@ def with_output(
 
 def predict_prompt(
     loads: Figures[Figure],
-    num_tokens: int,
-    max_tokens: int,
-    priority: int,
+    query: Query,
     cached: Figure,
     age: Figure,
-    classes: Sequence[SloClass],
-    items: Sequence[tuple[int, int, int]] = (),
-    fair: Callable[[Figure, Figure], Figure] | None = None,
     held: Figure | None = None,
-    adapter: int = 0,
+    fair: Callable[[Figure, Figure], Figure] | None = None,
 ) -> PromptPrediction[Figure]:
-    """Return the prediction for a prompt of `num_tokens`, which needs room for an output of at most `max_tokens` too.
+    """Return the prediction for a request's prompt, which needs room for the expected output too.
 
-    `cached`: tokens of the prompt that each replica has in its cache. `age`: seconds since each replica last reported
-    something new, which grows without bound while a replica has nothing to do. `items`: (end, rows, parts) of each
-    item that the replica encodes, unless its cached tokens cover the item. `fair`: of `own` and `done` seconds, what
-    goes before the prompt where tenants have shares, see tenants.py; None: they have none. `held`: of the cached
-    tokens, those whose pages other requests hold: the others need room, also in the pool; None: the prompt has room
-    at every replica. `adapter`: numbers in the matrices of the prompt's adapter.
+    `cached`: tokens of the prompt that each replica has in its cache: pictures before their end are not encoded. `age`:
+    seconds since each replica last reported something new, which grows without bound while a replica has nothing to do.
+    `held`: of the cached tokens, those whose pages other requests hold: the others need room, also in the pool; None:
+    the prompt has room at every replica. `fair`: of `own` and `done` seconds, what goes before the prompt where tenants
+    have shares, see tenants.py; None: they have none.
 
-    Over a row, `cached` and `age` are floats, and there are no `items`, no `fair` and no `held`.
+    Over a row, `cached` and `age` are floats, and there are no pictures, no `held` and no `fair`.
     """
+    num_tokens = query.num_tokens
+    adapter = query.adapter_weights
+    priority = loads.priority_of(query.slo_class)
     cost: Any = loads.cost
     larger = cost.larger
     rest = num_tokens - cached
@@ -139,15 +129,15 @@ def predict_prompt(
     chunk = loads.prompt_steps.tokens(cost, per_token)
     steps = loads.pipeline.interval_share, cached, num_tokens, chunk, adapter
     own = prompt_seconds(loads.cost, *steps)
-    prompt_lateness = _prompt_lateness(loads, priority, rest, per_token, context, classes)
-    if items:
-        encoder, num_items = _encoder_seconds(loads, items, cached)
+    prompt_lateness = _prompt_lateness(loads, priority, rest, per_token, context)
+    if query.items:
+        encoder, num_items = _encoder_seconds(loads, query.items, cached)
         own += encoder * loads.pipeline.interval_share
-        prompt_lateness += _encoder_lateness(loads, priority, rest, encoder, num_items, classes)
+        prompt_lateness += _encoder_lateness(loads, priority, rest, encoder, num_items)
     drain = drain_seconds(loads.cost, *steps)
     ahead = _backlog_ahead(loads, priority, age, own, fair)
     behind = ahead + own
-    output = min(max_tokens, EXPECTED_OUTPUT_TOKENS)
+    output = query.expected_output
     room_wait = nothing_like(rest) if held is None else _room_wait(loads, priority, num_tokens - held + output, age)
     # More urgent prompts that come later go first. And the longer this prompt takes, the likelier it is that as many
     # streams will run meanwhile as did recently.
@@ -258,9 +248,7 @@ def _pages(loads: Figures[Figure], tokens: Figure) -> Figure:
     return loads.group_pages(np.ceil(tokens / loads.pages.size)) + loads.pages.state_pages
 
 
-def _prompt_lateness(
-    loads: Figures[Figure], priority: int, rest: Figure, per_token: Figure, context: Figure, classes: Sequence[SloClass]
-) -> Figure:
+def _prompt_lateness(loads: Figures[Figure], priority: int, rest: Figure, per_token: Figure, context: Figure) -> Figure:
     """Return the weighted seconds by which the steps that compute the prompt make running streams late."""
     larger = loads.cost.larger
     smaller = loads.cost.smaller
@@ -271,17 +259,15 @@ def _prompt_lateness(
     more = chunk * per_token + cost.per_chunk_context * context
     more += cost.early_seconds(streams + chunk) - cost.early_seconds(streams)
     step = larger(loads.now.gap + more * per_step, cost.least_with_chunk * per_step)
-    if largest(step) <= _tightest_tpot(classes):  # no stream is late at any replica, which is the usual case
+    if largest(step) <= _tightest_tpot(loads.classes):  # no stream is late at any replica, which is the usual case
         return nothing_like(rest)
-    late = lateness(step, loads.now.counts, classes, larger) - loads.now.lateness
+    late = lateness(step, loads.now.counts, loads.classes, larger) - loads.now.lateness
     return cost.chosen(
         loads.shares.delays_streams[priority], late * rest / (larger(chunk, 1.0) * loads.pipeline.depth), 0.0
     )
 
 
-def _encoder_lateness(
-    loads: Any, priority: int, rest: Any, seconds: Floats, num_items: Floats, classes: Sequence[SloClass]
-) -> Any:
+def _encoder_lateness(loads: Any, priority: int, rest: Any, seconds: Floats, num_items: Floats) -> Any:
     """Return the weighted seconds by which the steps that encode `num_items` pictures make running streams late.
 
     A picture is encoded whole, in the step of the first chunk that reads it. So a stream waits at least for one.
@@ -291,18 +277,16 @@ def _encoder_lateness(
     chunk = np.maximum(np.minimum(loads.min_chunk, rest), 1.0)
     steps = np.maximum(np.minimum(num_items, rest / chunk), 1.0)
     gap = loads.now.gap + seconds / steps * loads.pipeline.chunk_gap
-    late = lateness(gap, loads.now.counts, classes, np.maximum) - loads.now.lateness
+    late = lateness(gap, loads.now.counts, loads.classes, np.maximum) - loads.now.lateness
     return np.where(loads.shares.delays_streams[priority], steps * late, 0.0)
 
 
-def _decode_lateness(
-    loads: Figures[Figure], slo: SloClass, gap: Figure, output: int, classes: Sequence[SloClass]
-) -> Figure:
+def _decode_lateness(loads: Figures[Figure], slo: SloClass, gap: Figure, output: int) -> Figure:
     """Return the weighted seconds by which `output` steps of `gap` make all streams late, the request's included."""
-    if largest(gap) <= _tightest_tpot(classes):
+    if largest(gap) <= _tightest_tpot(loads.classes):
         return nothing_like(gap)
     larger = loads.cost.larger
-    more = lateness(gap, loads.future.counts, classes, larger) - loads.future.lateness
+    more = lateness(gap, loads.future.counts, loads.classes, larger) - loads.future.lateness
     return output * (more + slo.weight * larger(gap - slo.tpot_s, 0.0))
 
 

@@ -145,7 +145,6 @@ class ReplicaTable:
 
     silence_s: float
     classes: Sequence[SloClass] = ()
-    priorities: dict[str, int] = field(default_factory=dict)  # by name of the class: 0 is the most urgent
     by_name: dict[str, ReplicaState] = field(default_factory=dict)
     by_slot: list[ReplicaState | None] = field(default_factory=list)
     paused: set[str] = field(default_factory=set)  # names of replicas that compute nothing for now
@@ -175,7 +174,6 @@ class ReplicaTable:
     def join(self, name: str, profile: SchedulingProfile, now: float) -> None:
         if tuple(self.classes) != profile.slo_classes:
             self.classes = profile.slo_classes
-            self.priorities = {slo.name: priority for priority, slo in enumerate(self.classes)}
             self._allocate(len(self.by_slot))
         if None not in self.by_slot:
             self._allocate(2 * len(self.by_slot))
@@ -341,7 +339,7 @@ class ReplicaTable:
         self.heard_at = heard_at
         self.news_at = news_at
         self.sends_until = sends_until
-        self.loads = blank(capacity, max(len(self.classes), 1))
+        self.loads = blank(capacity, self.classes)
         for replica in self.by_name.values():
             self.touch(replica)
         self._forget_roles()

@@ -67,6 +67,7 @@ def row(
     depth = profile.pipeline_parallel_size
     return Row(
         cost=cost,
+        classes=classes,
         pipeline=StepsInFlight(depth, costs.interval_share, gap_of(depth, costs.interval_share)),
         prompt_steps=pace.prompt_steps,
         pages=_page_sizes(profile, live),

@@ -215,12 +215,8 @@ class Problem:
         self.candidates: Candidates = table.candidates(may_ship=self.request.num_tokens >= PAGE_SIZE, must_ship=False)
         self.zeros: Floats = np.zeros(len(table.by_slot))
         self.slo = self.fleet.classes[CLASSES.index(self.request.slo_class)]
-        asked, zeros, classes = self.request, self.zeros, self.fleet.classes
-        priority, output = CLASSES.index(asked.slo_class), asked.expected_output
-        prompt = predict_prompt(table.loads, asked.num_tokens, asked.max_tokens, priority, zeros, zeros, classes)
-        self.prediction: Prediction[Floats] = with_output(
-            prompt, table.loads, asked.num_tokens, output, priority, zeros, classes
-        )
+        prompt = predict_prompt(table.loads, self.request, self.zeros, self.zeros)
+        self.prediction: Prediction[Floats] = with_output(prompt, table.loads, self.request, self.zeros)
 
     def choose(self, alone: Slots, prefills: Slots, decodes: Slots) -> SlotPair:
         """Return the placement chosen from these slots only."""
