@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from crossdock.router.loads import Loads, Row, Slots, blank
 from crossdock.router.placement import Candidates
-from crossdock.router.rows import KeptPace, row
+from crossdock.router.rows import StepPace, row
 from crossdock.router.work import InFlightLoad
 from crossdock.workers.report.live_profile import Learnt, LiveProfile
 from crossdock.workers.report.profile import Role, SchedulingProfile
@@ -36,7 +36,7 @@ class ReplicaState:
     pending: dict[str, InFlightLoad] = field(default_factory=dict)  # by request
     included: dict[str, InFlightLoad] = field(default_factory=dict)
     taken: dict[str, int] = field(default_factory=dict)  # pending requests it took: the last live profile without each
-    pace: KeptPace = field(default_factory=KeptPace)
+    paces: dict[tuple[float, ...], StepPace] = field(default_factory=dict)  # see `row`
     row: Row | None = None  # made for the last choice; None: it must be made again
     num_unseen: int = 0  # pending requests that the row lacks
 
@@ -95,7 +95,7 @@ class ReplicaState:
             self.taken.clear()
             self.included.clear()
         self.live = live
-        self.pace = KeptPace()
+        self.paces.clear()
         for request_id in [key for key, sequence in self.taken.items() if sequence < live.sequence]:
             del self.taken[request_id]
             self.included[request_id] = self.pending.pop(request_id)
@@ -272,7 +272,7 @@ class ReplicaTable:
             since = float(self.news_at[replica.slot])
             pending = replica.pending.values()
             replica.num_unseen = 0
-            replica.row = row(replica.profile, replica.live, pending, self.classes, replica.pace, since)
+            replica.row = row(replica.profile, replica.live, pending, self.classes, replica.paces, since)
         return replica.row
 
     def ages(self, now: float) -> Floats:
@@ -315,7 +315,7 @@ class ReplicaTable:
             live = max((replica.live, busiest), key=_work)
             booked = [*replica.pending.values(), *replica.included.values()]
             live = live and replace(live, learnt=Learnt(gap_share=live.learnt.gap_share))
-            replica.row = row(replica.profile, live, booked, self.classes, KeptPace())
+            replica.row = row(replica.profile, live, booked, self.classes, {})
             replica.row.write(self.loads, slot)
         for figures in self.loads.joins[:3]:  # when their steps end is unknown
             figures[[*self._stale]] = 0.0
@@ -341,6 +341,7 @@ class ReplicaTable:
         self.sends_until = sends_until
         self.loads = blank(capacity, self.classes)
         for replica in self.by_name.values():
+            replica.paces.clear()
             self.touch(replica)
         self._forget_roles()
 
@@ -356,24 +357,9 @@ class ReplicaTable:
         Raises:
             LookupError: there is no replica left to choose.
         """
-        if exclude:
-            return self._find_candidates(may_ship, must_ship, is_prompt_alone, exclude)
         key = may_ship, must_ship, is_prompt_alone
-        if key not in self._candidates:
-            self._candidates[key] = self._find_candidates(*key, ())
-        return self._candidates[key]
-
-    def slots_of(self, role: str) -> Slots:
-        """Return the slots of all replicas of a role, in order."""
-        if not self._by_role:
-            for each in ("mixed", "prefill", "decode"):
-                slots = [replica.slot for replica in self.by_name.values() if replica.role == each]
-                self._by_role[each] = np.array(sorted(slots), dtype=np.intp)
-        return self._by_role[role]
-
-    def _find_candidates(
-        self, may_ship: bool, must_ship: bool, is_prompt_alone: bool, exclude: Collection[str]
-    ) -> Candidates:
+        if not exclude and key in self._candidates:
+            return self._candidates[key]
         mixed, prefills, decodes = (self.slots_of(role) for role in ("mixed", "prefill", "decode"))
         if exclude:
             out = [replica.slot for name in exclude if (replica := self.by_name.get(name)) is not None]
@@ -391,7 +377,18 @@ class ReplicaTable:
             if len(paired):
                 alone = alone[:0]
                 near = paired
-        return Candidates(alone, near, far, self.groups, self.name_hashes)
+        found = Candidates(alone, near, far, self.groups, self.name_hashes)
+        if not exclude:
+            self._candidates[key] = found
+        return found
+
+    def slots_of(self, role: str) -> Slots:
+        """Return the slots of all replicas of a role, in order."""
+        if not self._by_role:
+            for each in ("mixed", "prefill", "decode"):
+                slots = [replica.slot for replica in self.by_name.values() if replica.role == each]
+                self._by_role[each] = np.array(sorted(slots), dtype=np.intp)
+        return self._by_role[role]
 
     def _forget_roles(self) -> None:
         self._by_role.clear()

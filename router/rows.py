@@ -1,7 +1,6 @@
 """How one replica's figures are made: backlog, streams, room, shares. loads.py declares the figures."""
 
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -44,16 +43,20 @@ def row(
     live: LiveProfile | None,
     booked: Collection[InFlightLoad],
     classes: Sequence[SloClass],
-    kept: "KeptPace",
+    paces: "dict[tuple[float, ...], StepPace]",
     reported_at: float = 0.0,
 ) -> Row:
     """Make the row of one replica, which reported `live` at `reported_at`. `booked`: what `live` does not include.
-    `kept`: of the replica, from the row before."""
+    `paces`: keeps the last pace since the report, by its streams: most requests do not change these."""
     live = live or _IDLE
     costs = _costs(profile, live)
     cost = costs.step
     work = Work.of(live, len(classes), booked)
-    pace = kept.of(work, costs, profile, live, classes)
+    streams = (work.context, *work.adapters, *work.streams, *work.joining)
+    if streams not in paces:
+        paces.clear()
+        paces[streams] = _pace(work, costs, profile, live, classes)
+    pace = paces[streams]
     gap, shares = pace.now.gap, pace.shares
     future, joining = _future(work, costs, profile, live.learnt.gap_share, classes)
     groups = work.groups()
@@ -189,7 +192,7 @@ def _encoder_cost_of(coefficients: tuple[float, float, float]) -> EncoderCost:
     return EncoderCost(base=base, per_embedding_token=per_embedding_token, per_square=per_square)
 
 
-class _Pace(NamedTuple):
+class StepPace(NamedTuple):
     """How fast streams and prompts are with the streams of now: see `ReplicaFigures`."""
 
     has_streams: bool
@@ -202,27 +205,9 @@ class _Pace(NamedTuple):
     prompt_steps: PromptSteps  # of a prompt beside no stream
 
 
-@dataclass(slots=True)
-class KeptPace:
-    """Keeps the pace of one replica's report while its streams stay as they are: most requests do not change them."""
-
-    _streams: tuple[object, ...] = ()
-    _kept: _Pace | None = None
-
-    def of(
-        self, work: Work, costs: _Costs, profile: SchedulingProfile, live: LiveProfile, classes: Sequence[SloClass]
-    ) -> _Pace:
-        """Return the pace with the streams of `work`."""
-        streams = classes, work.context, work.adapters, work.streams, work.joining
-        if self._kept is None or streams != self._streams:
-            self._kept = _pace(work, costs, profile, live, classes)
-            self._streams = streams
-        return self._kept
-
-
 def _pace(
     work: Work, costs: _Costs, profile: SchedulingProfile, live: LiveProfile, classes: Sequence[SloClass]
-) -> _Pace:
+) -> StepPace:
     cost = costs.step
     depth = profile.pipeline_parallel_size
     num_streams = sum(work.streams)
@@ -249,7 +234,7 @@ def _pace(
         min_chunk = min(free_tokens(cost, step, 0, profile.min_chunk_tokens, alone=alone), min_chunk)
         if share < 1:
             chunk_s = min(max(gap * share / (1 - share), min_chunk * cost.per_prefill_token), chunk_s)
-    return _Pace(
+    return StepPace(
         num_streams > 0,
         StreamPace(gap, lateness(gap, work.streams, classes, max), work.streams),
         step.decodes,

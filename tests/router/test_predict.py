@@ -227,6 +227,16 @@ def test_steps_with_adapters_take_what_the_replica_says() -> None:
     assert gaps[2] - gaps[1] == pytest.approx(more + 1e-3), "the matrices of an adapter are read once"
 
 
+def test_report_of_another_cost_changes_the_pace_of_the_same_streams() -> None:
+    fleet, gaps = fleet_of({"a": profile()}), list[float]()
+    for sequence, slowness in enumerate((1, 3, 3), start=2):
+        cost = tuple([slowness * each for each in COST.coefficients])
+        fleet.hear("a", live(sequence, streams=(0, 4, 0), context_tokens=400, cost=cost), 0.0)
+        fleet.table.refresh(0.0)
+        gaps.append(float(fleet.table.loads.now.gap[0]))
+    assert gaps == pytest.approx([COST.decode_step_seconds(4, 400) * slowness for slowness in (1, 3, 3)])
+
+
 def test_ttft_behind_a_booked_prompt_falls_while_that_is_computed() -> None:
     fleet = fleet_of({"a": profile()})
     alone = predicted_ttft(fleet, query("alone", 5000))
