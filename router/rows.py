@@ -24,7 +24,6 @@ from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.cost.stages import gap_of
 from crossdock.workers.schedule.first_token import (
-    ChunkLimits,
     Decoding,
     PromptSteps,
     Sharing,
@@ -33,7 +32,7 @@ from crossdock.workers.schedule.first_token import (
     queue_seconds,
 )
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
-from crossdock.workers.schedule.policies.chunk_policies import Lent, meaning_of
+from crossdock.workers.schedule.policies.chunk_policies import ChunkLimits, Lent, meaning_of
 from crossdock.workers.schedule.policies.chunking import LEAST_SHARE, free_tokens
 from crossdock.workers.schedule.request.slo import SloClass
 

@@ -468,7 +468,7 @@ def test_share_of_prompts_is_the_schedulers_own_for_every_chunk_policy(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also for a policy that is only an entry of the table, and for one of which only the name is known."""
-    added = Meaning(fits_streams=False, share=lambda cost, beside, floor: 0.3 if floor else 0.2)
+    added = Meaning(fits_streams=False, share=lambda cost, beside: 0.3 if beside.is_urgent else 0.2)
     monkeypatch.setitem(POLICIES, "added", added)  # type: ignore[misc]
     static = profile(admission="queue").model_copy(update={"chunk_policy": policy})
     idle = Replica(profile(admission="queue")).scheduler

@@ -17,8 +17,8 @@ from crossdock.workers.schedule.cost.stages import gap_of
 from crossdock.workers.schedule.policies.chunk_policies import (
     NOTHING_LENT,
     Beside,
+    ChunkLimits,
     Lent,
-    Meaning,
     lent_beside,
     meaning_of,
     pace_beside,
@@ -120,16 +120,6 @@ def drain_seconds(
 # -- prompts beside streams ----------------------------------------------------------------------------------------
 
 
-class ChunkLimits(NamedTuple):
-    """Describes what bounds the chunks of a replica's steps, beside its streams."""
-
-    chunk_policy: str
-    floor: int  # tokens of prompts that a step computes however little time is left
-    max_tokens: int  # of a step, decodes included
-    page_size: int
-    overrun: float  # factor by which some steps take longer than predicted while the pipeline is full
-
-
 class Decoding(NamedTuple):
     """The requests that decode on a replica, or that are on their way to decode there."""
 
@@ -152,33 +142,26 @@ class Sharing(NamedTuple):
     """The steps in which the prompts of a replica share its time with its streams."""
 
     cost: StepCost
-    meaning: Meaning  # of the chunk policy
-    floor: int  # see `ChunkLimits`
     most_urgent: int  # priority of the most urgent streams
     beside: Beside | None  # for prompts as urgent as these streams; None: there is no stream
 
     @classmethod
     def of(cls, cost: StepCost, limits: ChunkLimits, decoding: Decoding, classes: Sequence[SloClass]) -> "Sharing":
         """Return the steps of a replica with these requests."""
-        meaning = meaning_of(limits.chunk_policy)
         num_streams = sum(decoding.counts)
         if not num_streams:
-            return cls(cost, meaning, limits.floor, len(classes), None)
+            return cls(cost, len(classes), None)
         streams = StepWork.of_streams(num_streams, decoding.context, decoding.adapters, decoding.depth)
         tpot = min([slo.tpot_s for slo, count in zip(classes, decoding.counts, strict=True) if count])
-        beside = Beside(
-            streams, cost.seconds(streams), tpot, limits.overrun, limits.max_tokens, limits.page_size, is_urgent=True
-        )
-        return cls(cost, meaning, limits.floor, first_nonzero(decoding.counts), beside)
+        beside = Beside(streams, cost.seconds(streams), tpot, limits, is_urgent=True)
+        return cls(cost, first_nonzero(decoding.counts), beside)
 
     def share(self, priority: int) -> float:
         """Return the share of a prompt's pace on an idle replica that the streams leave to a class."""
         if self.beside is None:
             return 1.0
-        if priority <= self.most_urgent:
-            return self.meaning.share(self.cost, self.beside, self.floor)
-        # Less urgent than every stream: no chunk is certain.
-        return self.meaning.share(self.cost, self.beside._replace(is_urgent=False), 0)
+        beside = self.beside if priority <= self.most_urgent else self.beside._replace(is_urgent=False)
+        return meaning_of(beside.limits.chunk_policy).share(self.cost, beside)
 
     def shares(self, num_classes: int) -> list[float]:
         """Return the share of each class."""
@@ -188,7 +171,9 @@ class Sharing(NamedTuple):
 
     def lent(self, priority: int, share: float, lead: float) -> Lent:
         """Return the loan of streams that are `lead` seconds ahead to prompts of a class that has this `share`."""
-        if self.beside is None or priority > self.most_urgent or not self.meaning.fits_streams:
+        if self.beside is None or priority > self.most_urgent:
+            return NOTHING_LENT
+        if not meaning_of(self.beside.limits.chunk_policy).fits_streams:
             return NOTHING_LENT
         return lent_beside(self.cost, self.beside, share, lead)
 

@@ -8,7 +8,6 @@ from typing import NamedTuple, TypeAlias
 
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.first_token import (
-    ChunkLimits,
     Decoding,
     PromptSteps,
     Sharing,
@@ -21,6 +20,7 @@ from crossdock.workers.schedule.first_token import (
     seconds_of_equals,
 )
 from crossdock.workers.schedule.pictures.encoding import Encoding
+from crossdock.workers.schedule.policies.chunk_policies import ChunkLimits
 from crossdock.workers.schedule.policies.order import PromptWork
 from crossdock.workers.schedule.policies.pace import lead
 from crossdock.workers.schedule.request.batch import Batch

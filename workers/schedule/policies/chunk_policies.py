@@ -20,33 +20,42 @@ from crossdock.workers.schedule.policies.pace import LENT_KNEE, LONGEST_GAP, MOS
 ChunkPolicy: TypeAlias = Literal["adaptive", "fixed"]
 
 
+class ChunkLimits(NamedTuple):
+    """Describes what bounds the chunks of a replica's steps, beside its streams."""
+
+    chunk_policy: str
+    floor: int  # tokens of prompts that a step computes however little time is left; 0: none
+    max_tokens: int  # of a step, decodes included
+    page_size: int  # tokens of the smallest possible chunk
+    overrun: float  # factor by which some steps take longer than predicted while the pipeline is full
+
+
 class Beside(NamedTuple):
     """The steps that have chunks: the streams in one of them, and what limits its chunks."""
 
     streams: StepWork  # the decodes of one step
     alone: float  # seconds of that step without a chunk
     tpot: float  # promised seconds per token of the tightest stream
-    overrun: float  # factor by which some steps take longer than predicted
-    max_tokens: float  # of a step, decodes included
-    page_size: int  # tokens of the smallest possible chunk
-    is_urgent: bool  # the prompt is as urgent as the tightest stream
+    limits: ChunkLimits
+    is_urgent: bool  # the prompt is as urgent as the tightest stream; for a less urgent one, no chunk is certain
 
 
 _SHORTEST = 1e-6  # seconds
 
-Share: TypeAlias = Callable[[StepCost, Beside, int], float]
-"""Returns the share of a prompt's pace on an idle replica that streams leave. The last argument: tokens of the prompt
-that a step computes however little time is left; 0: none."""
+Share: TypeAlias = Callable[[StepCost, Beside], float]
+"""Returns the share of a prompt's pace on an idle replica that streams leave."""
 
 
-def adaptive_share(cost: StepCost, beside: Beside, floor: int) -> float:
+def adaptive_share(cost: StepCost, beside: Beside) -> float:
     """Return the share in steps of `adaptive_chunk_budget`. The streams are as early as `longest_gap` allows."""
-    seconds = longest_step(longest_gap(beside.tpot, is_urgent=beside.is_urgent), beside.overrun)
+    limits = beside.limits
+    seconds = longest_step(longest_gap(beside.tpot, is_urgent=beside.is_urgent), limits.overrun)
     tokens = cost.chunk_within(seconds, 0, beside.streams, alone=beside.alone)
-    floor = floor_beside(cost, beside.streams, (beside.tpot,), beside.overrun, floor, beside.alone)
+    floor = limits.floor if beside.is_urgent else 0
+    floor = floor_beside(cost, beside.streams, (beside.tpot,), limits.overrun, floor, beside.alone)
     if floor and seconds < (free := free_seconds(cost, beside.streams, 0, floor)):
         tokens = max(tokens, cost.tokens_within(free, 0, beside.streams, alone=beside.alone), floor)
-    least = beside.page_size if beside.is_urgent else LEAST_PART
+    least = limits.page_size if beside.is_urgent else LEAST_PART
     return share_of_chunk(cost, beside.streams, tokens) if tokens >= least else 0.0
 
 
@@ -66,10 +75,11 @@ def lent_beside(cost: StepCost, beside: Beside, share: float, lead: float) -> Le
 
     Each longer step takes from the lead what it is longer than the promise.
     """
-    longest = longest_step((LONGEST_GAP + MOST_LENT) * beside.tpot, beside.overrun)
+    overrun = beside.limits.overrun
+    longest = longest_step((LONGEST_GAP + MOST_LENT) * beside.tpot, overrun)
     seconds = min(LENT_KNEE * beside.alone, longest)
     share = max(share, LEAST_SHARE)
-    if lead <= 0 or seconds <= longest_step(longest_gap(beside.tpot, is_urgent=True), beside.overrun):
+    if lead <= 0 or seconds <= longest_step(longest_gap(beside.tpot, is_urgent=True), overrun):
         return NOTHING_LENT
     tokens = cost.chunk_within(seconds, 0, beside.streams, alone=beside.alone)
     lent = share_of_chunk(cost, beside.streams, tokens)
@@ -87,9 +97,9 @@ def pace_beside(share: Any, lent_share: Any, lent_seconds: Any, seconds: Any, la
     return larger(1 / lent_share, 1 / share - lent_seconds / larger(seconds, _SHORTEST))
 
 
-def fixed_share(cost: StepCost, beside: Beside, floor: int) -> float:
+def fixed_share(cost: StepCost, beside: Beside) -> float:
     """Return the share in steps that chunks fill to `max_tokens`."""
-    return share_of_chunk(cost, beside.streams, beside.max_tokens - beside.streams.decodes)
+    return share_of_chunk(cost, beside.streams, beside.limits.max_tokens - beside.streams.decodes)
 
 
 def share_of_chunk(cost: StepCost, streams: StepWork, tokens: float) -> float:
