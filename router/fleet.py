@@ -227,8 +227,8 @@ class Fleet:
         self.prefixes.expect(replica.slot, query.page_hashes)
 
     def _closed_to(self, query: Query) -> Collection[str]:
-        """Return the replicas that must not have a request: those that would give it other tokens, that have outdated
-        weights, or that are paused. Unless all are paused: then requests wait at them."""
+        """Return the replicas that a request must not go to: they would give it other tokens, have outdated weights, or
+        are paused. Where all others are paused, requests wait at paused ones."""
         table = self.table
         others = [each.name for each in table.by_name.values() if query.weights not in ("", each.profile.weights)]
         out = table.paused | table.outdated
@@ -364,14 +364,7 @@ class Fleet:
         is_loaded = ways.loading is not None and slot in ways.loading
         return " loaded" * is_loaded, {"alternatives": alternatives}
 
-    def _placement(
-        self,
-        query: Query,
-        ways: "_Ways",
-        pair: SlotPair,
-        how: str = "",
-        **brought: Any,
-    ) -> Placement:
+    def _placement(self, query: Query, ways: "_Ways", pair: SlotPair, how: str = "", **brought: Any) -> Placement:
         """Return the placement of a request on a pair of replicas. `how`, `brought`: see `_brought`."""
         prefill, decode, slo, prediction = pair.prefill, pair.decode, self._slo(query), ways.prediction
         first, last = self.table.replica_in(prefill), self.table.replica_in(decode)

@@ -19,7 +19,7 @@ from crossdock.router.loads import (
 )
 from crossdock.router.room import room_of
 from crossdock.router.work import REPORTED, Group, InFlightLoad, Work
-from crossdock.workers.report.live_profile import LiveProfile
+from crossdock.workers.report.live_profile import Learnt, LiveProfile
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.cost.stages import gap_of
@@ -31,7 +31,6 @@ from crossdock.workers.schedule.first_token import (
     overrun_when_full,
     queue_seconds,
 )
-from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
 from crossdock.workers.schedule.policies.chunk_policies import ChunkLimits, Lent, meaning_of
 from crossdock.workers.schedule.policies.chunking import LEAST_SHARE, free_tokens
 from crossdock.workers.schedule.request.slo import SloClass
@@ -48,7 +47,8 @@ def row(
     """Make the row of one replica, which reported `live` at `reported_at`. `booked`: what `live` does not include.
     `paces`: keeps the last pace since the report, by its streams: most requests do not change these."""
     live = live or _IDLE
-    costs = _costs(profile, live)
+    costs = _costs(profile, live.learnt)
+    encoder = profile.encoder_cost.coefficients if profile.encoder_cost else (0.0, 0.0, 0.0)
     cost = costs.step
     work = Work.of(live, len(classes), booked)
     streams = (work.context, *work.adapters, *work.streams, *work.joining)
@@ -83,7 +83,7 @@ def row(
         joining=joining,
         room=room,
         tiers=TierPrices(page_seconds[0], page_seconds[-1], live.tiers.queue_seconds),
-        encoder=EncoderPrices(costs.encoder.base, costs.encoder.per_embedding_token, costs.encoder.per_square),
+        encoder=EncoderPrices(*(live.learnt.encoder_cost or encoder)),
         shares=PromptShares(
             max(live.shares.streams - (1 - shares[0]), 0.0),
             [max(share, LEAST_SHARE) for share in shares],
@@ -114,17 +114,12 @@ class _Costs(NamedTuple):
     step: StepCost
     interval_share: float
     overrun: float  # see `overrun_when_full`
-    encoder: EncoderCost
 
 
-def _costs(profile: SchedulingProfile, live: LiveProfile) -> _Costs:
-    learnt = live.learnt
-    encoder = profile.encoder_cost or _NO_ENCODER
-    if learnt.encoder_cost:
-        encoder = _encoder_cost_of(learnt.encoder_cost)
+def _costs(profile: SchedulingProfile, learnt: Learnt) -> _Costs:
     if learnt.cost:
-        return _Costs(_cost_of(learnt.cost), learnt.interval_share, learnt.overrun, encoder)
-    return _Costs(profile.cost, profile.interval_share, profile.overrun, encoder)
+        return _Costs(_cost_of(learnt.cost), learnt.interval_share, learnt.overrun)
+    return _Costs(profile.cost, profile.interval_share, profile.overrun)
 
 
 def _chunk_seconds(live: LiveProfile, profile: SchedulingProfile, cost: StepCost) -> float:
@@ -182,13 +177,6 @@ def _step_seconds(gap: float, streams_s: float, chunk_s: float) -> float:
 
 
 _cost_of = lru_cache(maxsize=4096)(StepCost.of)  # rows are made far more often than costs are learnt
-_NO_ENCODER = EncoderCost(base=0.0, per_embedding_token=0.0, per_square=0.0)
-
-
-@lru_cache(maxsize=4096)
-def _encoder_cost_of(coefficients: tuple[float, float, float]) -> EncoderCost:
-    base, per_embedding_token, per_square = coefficients
-    return EncoderCost(base=base, per_embedding_token=per_embedding_token, per_square=per_square)
 
 
 class StepPace(NamedTuple):

@@ -62,17 +62,16 @@ class Work:
         arriving = _by_priority(live.streams.arriving, num_classes)
         joining = [now + more for now, more in zip(streams, arriving, strict=True)]
         prompts: _Prompts = {}
-        num_prompts = 0
         prompt_tokens = 0.0
         for group in live.prefills.groups:
             priority = group.priority if group.priority < num_classes else num_classes - 1
             _add(prompts, priority, group.length, group.count, group.seconds)
             arriving[priority] += group.count
-            num_prompts += group.count
             prompt_tokens += group.tokens
         num_leaving = sum(live.streams.leaving)
         if num_leaving:  # the profile does not report how many of the tokens belong to prompts that leave
-            prompt_tokens *= 1 - min(num_leaving / max(num_prompts, 1), 1)
+            num_prompts = max(sum([group.count for group in live.prefills.groups]), 1)
+            prompt_tokens *= 1 - min(num_leaving / num_prompts, 1)
             for priority, count in enumerate(_by_priority(live.streams.leaving, num_classes)):
                 arriving[priority] -= count
         work = cls(
