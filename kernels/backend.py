@@ -1,7 +1,8 @@
 """Choose the implementation of paged attention for a device, once, and log the reason."""
 
+import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -69,20 +70,26 @@ def choose_attention(
 
 
 def with_long_chunks(
-    attention: Attention, backend: AttentionBackend, device: torch.device, kv_cache_dtype: KVCacheDtype = "auto"
+    attention: Attention,
+    backend: AttentionBackend,
+    device: torch.device,
+    kv_cache_dtype: KVCacheDtype = "auto",
+    gather: Callable[[str], Sequence[str]] = lambda text: [text],
 ) -> Attention:
     """Return attention whose long chunks run in a package that is installed and measured to be faster than Triton.
 
     So where `backend` leaves the choice, and pages have the model's dtype. Takes memory of the GPU, and gives it back.
+    Collective where a worker group has several ranks: `gather` returns the texts of all ranks, by rank.
     """
     if backend != "auto" or attention.name != "triton" or device.type != "cuda" or kv_cache_dtype == "fp8":
         return attention
     from crossdock.kernels.gpu import long_chunks
 
     found = long_chunks.installed(torch.cuda.get_device_capability(device))
-    chosen = long_chunks.faster_package(found, device, partial(long_chunks.seconds_on, device))
+    own = long_chunks.times_of(found, device, partial(long_chunks.seconds_on, device))
     if found:
         torch.cuda.empty_cache()
+    chosen = long_chunks.chosen(found, [json.loads(text) for text in gather(json.dumps(own))])
     if chosen is None:
         return attention
     return replace(attention, paged_attention=partial(long_chunks.paged_attention, chosen))

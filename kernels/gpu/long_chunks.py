@@ -5,7 +5,7 @@ tokens of chunks are not recorded: there a package that is written for one gener
 """
 
 import logging
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
@@ -34,9 +34,12 @@ class Package:
     name: str
     paged_attention: Callable[..., Tensor]
     head_sizes: Collection[int]
+    takes_softcap: bool = True
 
-    def takes(self, q: Tensor, v_pages: Tensor, batch: AttentionBatch) -> bool:
+    def takes(self, q: Tensor, v_pages: Tensor, batch: AttentionBatch, softcap: float | None = None) -> bool:
         """Return whether it computes the chunks of a layer over pages of the model's dtype."""
+        if softcap and not self.takes_softcap:
+            return False
         is_of_16_bits = q.dtype == v_pages.dtype and q.dtype in (torch.bfloat16, torch.float16)
         return is_of_16_bits and q.shape[2] == v_pages.shape[3] in self.head_sizes and batch.key_end is None
 
@@ -54,7 +57,13 @@ def installed(capability: tuple[int, int]) -> list[Package]:
         candidates.append(("flash_attn_3", "flash_attention_3", _MULTIPLES_OF_8))
     if hopper or blackwell:
         candidates.append(("flash_attn_4", "flash_attention_4", _MULTIPLES_OF_8 if hopper else _ON_BLACKWELL))
-    candidates.append(("flashinfer", "flashinfer_attention", _FOR_FLASHINFER))
+    if packages.has_package("flashinfer_jit_cache"):
+        candidates.append(("flashinfer", "flashinfer_attention", _FOR_FLASHINFER))
+    elif packages.has_package("flashinfer"):
+        logger.info(
+            "attention of long chunks: flashinfer is not timed: without flashinfer-jit-cache, which has its compiled "
+            "modules, the start would compile for minutes"
+        )
     found = []
     for name, module, head_sizes in candidates:
         if all(map(packages.has_package, packages.PACKAGES[name])):
@@ -63,7 +72,9 @@ def installed(capability: tuple[int, int]) -> list[Package]:
             except Exception as error:  # of a package that lacks another, or is of another version
                 logger.warning("attention of long chunks: %s cannot be imported: %s", name, error)
                 continue
-            found.append(Package(name, attend, head_sizes))
+            found.append(
+                Package(name, attend, head_sizes, takes_softcap=name != "flashinfer")
+            )  # compiled ones have none
     return found
 
 
@@ -84,7 +95,7 @@ def paged_attention(
     options: dict[str, Any] = {"scale": scale, "window": window, "softcap": softcap}
     is_long = batch.on_host is not None and len(q) - D > LONG
     is_plain = all(each is None or each is False for each in others.values())
-    if not (is_long and is_plain and package.takes(q, v_pages, batch)):
+    if not (is_long and is_plain and package.takes(q, v_pages, batch, softcap)):
         return triton_attention.paged_attention(q, k_pages, v_pages, batch, **options, **others)
     chunks = package.paged_attention(q[D:], k_pages, v_pages, batch.chunks(), **options)
     if not D:
@@ -93,20 +104,19 @@ def paged_attention(
     return torch.cat((decodes, chunks))
 
 
-def faster_package(
+def times_of(
     found: Sequence[Package], device: torch.device, seconds_of: Callable[[Callable[[], Tensor]], float]
-) -> Package | None:
-    """Return the package that computes a prompt of 8,192 tokens fastest, if it is `FASTER` than Triton by so much.
+) -> dict[str, float]:
+    """Return how many times as fast as Triton each package computes a prompt of 8,192 tokens, by its name.
 
-    Logs each that is not taken, with the reason. `seconds_of` measures a function that computes on `device`.
+    Logs each that fails or is wrong, and leaves it out. `seconds_of` measures a function that computes on `device`.
     """
     if not found:
-        return None
+        return {}
     prompt = _prompt(device)
     expected = triton_attention.paged_attention(*prompt, scale=_DIM**-0.5)
     own = seconds_of(partial(triton_attention.paged_attention, *prompt, scale=_DIM**-0.5))
-    fastest = 0.0
-    chosen = None
+    measured = dict[str, float]()
     for package in found:
         run = partial(package.paged_attention, *prompt, scale=_DIM**-0.5)
         try:
@@ -119,11 +129,24 @@ def faster_package(
             logger.warning("attention of long chunks: %s differs from triton by %.1f %%", package.name, 100 * error)
             continue
         logger.info("attention of long chunks: %s is %.2f times as fast as triton", package.name, times)
-        if times > max(fastest, FASTER):
-            fastest, chosen = times, package
-    name = "triton" if chosen is None else chosen.name
+        measured[package.name] = times
+    return measured
+
+
+def chosen(found: Sequence[Package], times: Sequence[Mapping[str, float]]) -> Package | None:
+    """Return the package that is fastest by the times of the first rank, if it is `FASTER` there, and right on all.
+
+    `times`: of each rank, from `times_of`. Ranks of one replica have one choice: with unlike ones, one would wait for
+    the other in each step, and the same request would get other bits on another rank.
+    """
+    if not found and not any(times):
+        return None
+    on_all = [package for package in found if all(package.name in each for each in times)]
+    fastest = max(on_all, key=lambda package: times[0][package.name], default=None)
+    taken = fastest if fastest is not None and times[0][fastest.name] > FASTER else None
+    name = "triton" if taken is None else taken.name
     logger.info("attention of steps with more than %d tokens of chunks runs in %s", LONG, name)
-    return chosen
+    return taken
 
 
 def _prompt(device: torch.device) -> tuple[Tensor, Tensor, Tensor, AttentionBatch]:

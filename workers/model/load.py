@@ -71,7 +71,10 @@ def load_model(
     used_by_others = used_by_all_but_torch() if device != "cpu" else 0
     require_working(attention, torch.device(device))  # takes memory of the GPU, so it comes second
     if not spec.batch_invariant:
-        attention = with_long_chunks(attention, spec.attention_backend, torch.device(device), spec.kv_cache_dtype)
+        among_ranks = {} if links is None else {"gather": links.gather_texts}
+        attention = with_long_chunks(
+            attention, spec.attention_backend, torch.device(device), spec.kv_cache_dtype, **among_ranks
+        )
     require_loader(spec.load_format)
     config = read_config(path)
     refuse_by_config(config)

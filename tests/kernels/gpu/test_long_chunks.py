@@ -1,14 +1,18 @@
 """Long chunks go to a package that is faster and right, and all else to Triton."""
 
 import logging
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from crossdock.kernels import packages
 from crossdock.kernels.attention import AttentionBatch, reference_paged_attention
 from crossdock.kernels.backend import choose_attention, with_long_chunks
 from tests.kernels.test_attention import Case, check
@@ -114,9 +118,10 @@ def test_fastest_package_is_taken_if_it_is_right_and_much_faster(
         return seconds[run.func]
 
     def chosen(*attends: Callable[..., Tensor]) -> Callable[..., Tensor] | None:
-        names = {broken: "broken", wrong: "wrong", slow: "slow"}
+        names = {broken: "broken", wrong: "wrong", slow: "slow", faster: "faster"}
         found = [of(attend, names.get(attend, "fast")) for attend in attends]
-        package = long_chunks.faster_package(found, torch.device("cpu"), seconds_of)
+        times = long_chunks.times_of(found, torch.device("cpu"), seconds_of)
+        package = long_chunks.chosen(found, [times])
         return None if package is None else package.paged_attention
 
     with caplog.at_level(logging.INFO, long_chunks.__name__):
@@ -126,9 +131,9 @@ def test_fastest_package_is_taken_if_it_is_right_and_much_faster(
         f"{start}broken fails: RuntimeError: no kernel for sm_90",
         f"{start}fast is 1.44 times as fast as triton",
         f"{start}wrong differs from triton by 5.0 %",
-        f"{start}fast is 1.62 times as fast as triton",
+        f"{start}faster is 1.62 times as fast as triton",
         f"{start}slow is 1.29 times as fast as triton",
-        "attention of steps with more than 512 tokens of chunks runs in fast",
+        "attention of steps with more than 512 tokens of chunks runs in faster",
     ]
     assert chosen(slow, broken) is None
     assert chosen() is None
@@ -139,7 +144,7 @@ def test_auto_alone_measures_packages_and_only_for_pages_of_the_models_dtype(mon
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     package = of(Counted())
     monkeypatch.setattr(long_chunks, "installed", lambda _: [package])
-    monkeypatch.setattr(long_chunks, "faster_package", lambda found, *_: found[0])
+    monkeypatch.setattr(long_chunks, "times_of", lambda *_: {"some": 1.5})
     triton = choose_attention("auto", CUDA)
     chosen = with_long_chunks(triton, "auto", CUDA)
     assert (chosen.name, chosen.takes_fp8) == ("triton", True)
@@ -149,5 +154,59 @@ def test_auto_alone_measures_packages_and_only_for_pages_of_the_models_dtype(mon
     assert with_long_chunks(triton, "auto", CUDA, "fp8") is triton
     on_cpu = choose_attention("auto", torch.device("cpu"))
     assert with_long_chunks(on_cpu, "auto", torch.device("cpu")) is on_cpu
-    monkeypatch.setattr(long_chunks, "faster_package", lambda *_: None)
+    monkeypatch.setattr(long_chunks, "times_of", lambda *_: {"some": 1.2})
     assert with_long_chunks(triton, "auto", CUDA) is triton
+
+
+def test_ranks_take_the_choice_of_the_first_one_whatever_they_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two ranks, each in a thread of its own, exchange their times as the ranks of a worker group do."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    one, other = (of(Counted(), name) for name in ("one", "other"))
+    rank, both = threading.local(), threading.Barrier(2, timeout=60)
+    monkeypatch.setattr(long_chunks, "installed", lambda _: rank.installed)
+    monkeypatch.setattr(long_chunks, "times_of", lambda *_: rank.times)
+    texts = ["", ""]
+
+    def attention_of(number: int, installed: list[Package], times: dict[str, float]) -> Any:
+        def gather(text: str) -> list[str]:
+            texts[number] = text
+            both.wait()
+            return texts
+
+        rank.installed, rank.times = installed, times
+        return with_long_chunks(choose_attention("auto", CUDA), "auto", CUDA, gather=gather).paged_attention
+
+    def chosen(*ranks: tuple[list[Package], dict[str, float]]) -> list[Package | None]:
+        with ThreadPoolExecutor(2) as threads:
+            found = list(threads.map(lambda each: attention_of(*each), [(n, *given) for n, given in enumerate(ranks)]))
+        return [each.args[0] if isinstance(each, partial) else None for each in found]
+
+    all_of, none = [one, other], list[Package]()
+    assert chosen((all_of, {"one": 1.5, "other": 1.4}), (all_of, {"one": 1.1, "other": 1.6})) == [one, one]
+    assert chosen((all_of, {"one": 1.5, "other": 1.4}), (all_of, {"other": 1.6})) == [other, other], "one fails there"
+    assert chosen((all_of, {"one": 1.2}), (all_of, {"one": 1.6})) == [None, None]
+    assert chosen((none, {}), (all_of, {"one": 1.6})) == chosen((all_of, {"one": 1.6}), (none, {})) == [None, None]
+
+
+def test_flashinfer_is_timed_only_with_its_compiled_modules(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Else a start would compile for minutes."""
+    present = {"flashinfer", "triton"}
+    attend = Counted()
+    monkeypatch.setattr(packages, "has_package", lambda name: name in present)
+    monkeypatch.setattr(long_chunks, "import_module", lambda _: SimpleNamespace(paged_attention=attend))
+    with caplog.at_level(logging.INFO, long_chunks.__name__):
+        assert long_chunks.installed((9, 0)) == []
+    assert "flashinfer is not timed: without flashinfer-jit-cache" in caplog.text
+    present.add("flashinfer_jit_cache")
+    [found] = long_chunks.installed((9, 0))
+    assert (found.name, found.takes_softcap) == ("flashinfer", False)
+
+
+def test_package_without_capped_scores_leaves_them_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(long_chunks, "LONG", 35)
+    package = Counted()
+    check(long_case(LENGTHS, softcap=3.0), partial(long_chunks.paged_attention, Package("some", package, (32,), False)))
+    assert not package.num_calls
