@@ -20,8 +20,8 @@ _VERSION = 4
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """The memory of a pool, which stays in place until the transport is closed and every peer that knew of it is gone:
-    NIXL cannot revoke access to registered memory (benchmarks/records/nixl.md)."""
+    """The memory of a pool, which stays in place until the transport is closed and no peer writes to it any more: NIXL
+    cannot revoke access to registered memory (benchmarks/records/nixl.md)."""
 
     address: int
     nbytes: int

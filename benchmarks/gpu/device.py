@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+import psutil
 import torch
 
 
@@ -29,6 +30,9 @@ class Device(Protocol):
 
     def collect(self) -> None:
         """Free the memory of tensors that are no longer used."""
+
+    def used(self) -> int:
+        """Return the bytes of the device's memory that are in use, by all processes of a GPU."""
 
     def works(self) -> bool:
         """Return whether the device still computes: an illegal access makes every later call of the process fail."""
@@ -80,6 +84,10 @@ class Cuda:
         if self.works():
             torch.cuda.empty_cache()
 
+    def used(self) -> int:
+        free, total = torch.cuda.mem_get_info()
+        return int(total - free)
+
     def works(self) -> bool:
         try:
             torch.cuda.synchronize()
@@ -109,6 +117,9 @@ class Cpu:
 
     def collect(self) -> None:
         """Return at once: what a dry run drops is small, and to look for garbage takes half a second each time."""
+
+    def used(self) -> int:
+        return int(psutil.Process().memory_info().rss)
 
     def works(self) -> bool:
         return True

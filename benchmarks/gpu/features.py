@@ -1,5 +1,5 @@
 """Measure what has no figure on a GPU yet: packed weights, adapters, drafts, sampling, pages that leave for the host,
-latents, JSON, new weights.
+latents, JSON, new weights, sleep.
 
 Each figure stands beside that of plain weights, or of the same streams without the feature, on the same card.
 """
@@ -21,10 +21,12 @@ from gpu.rows import Figures
 from torch import nn
 
 from crossdock.kernels.packed import PackedMatrix
+from crossdock.workers.model.weights.fingerprint import fingerprint
 from crossdock.workers.model.weights.packed_layers import put_experts, put_linear
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.sleep import Sleep
 from crossdock.workers.replica.tiers.page_copies import PoolCopies
 from crossdock.workers.schedule.drafts.speculative_config import SpeculativeConfig
 from crossdock.workers.schedule.request.submission import Grammar, SamplingParams, Submission
@@ -286,6 +288,49 @@ def _updated(bench: Bench) -> Figures:
     }
 
 
+def sleeps(bench: Bench) -> Iterator[Case]:
+    """Yield a sleep of each level. Memory is counted as the device's driver counts it."""
+    for level in (1, 2):
+        yield Case(f"level {level}", partial(_slept, bench, level))
+
+
+def _slept(bench: Bench, level: int) -> Figures:
+    """Measure what a sleep gives back, and how long it and waking take, with steps recorded again.
+
+    At level 1 the host keeps the weights of a GPU; at level 2 they are read from files again.
+    """
+    prompts, tokens = batch_prompts(bench)[:8], bench.sizes.batch[2]
+    with tempfile.TemporaryDirectory() as folder:
+        module = random_module(bench, next(iter(bench.sizes.served)))
+        module.save_pretrained(folder)
+        num_bytes = sum(parameter.nbytes for parameter in module.parameters())
+        engine = _engine_of(bench, module)
+        engine.model.pool.wait_for_memory()
+        expected = _answers(engine, prompts, tokens)
+        num_bytes += engine.model.pool.tensor.nbytes
+        sleep = Sleep(engine, Path(folder), fingerprint(Path(folder)))
+        bench.device.collect()
+        used = bench.device.used()
+        started = time.perf_counter()
+        sleep.sleep(level)
+        bench.device.wait()
+        slept = time.perf_counter()
+        freed = used - bench.device.used()
+        called = time.perf_counter()
+        sleep.read([])
+        sleep.wake([])
+        bench.device.wait()
+        awake = time.perf_counter()
+        found = _answers(engine, prompts, tokens)
+    return {
+        "gb": num_bytes / 1e9,
+        "freed_share": freed / num_bytes,
+        "sleep_s": slept - started,
+        "wake_s": awake - called,
+        "answers_that_differ": sum(one != other for one, other in zip(found, expected, strict=True)),
+    }
+
+
 def _engine_of(bench: Bench, module: Any) -> Engine:
     return new_engine(paged(bench, module), EngineConfig(**{**bench.sizes.engine, "kv_cache_memory": _UPDATED_POOL}))
 
@@ -313,5 +358,6 @@ BESIDE_SERVERS = [
     Section("latents", 60.0, latents),
     Section("structured output", 40.0, structured),
     Section("weight update", 40.0, updates),
+    Section("sleep", 40.0, sleeps),
 ]
 """The sections of the call `servers` that fit into its time."""

@@ -26,6 +26,10 @@ def _faster(figures: Figures, rows: Rows) -> float:
     return float(rows.figures("engine", "throughput, ahead").get("tokens_per_s", "nan")) / figures["tokens_per_s"]
 
 
+def _freed(figures: Figures) -> float:
+    return float("nan") if figures["answers_that_differ"] else float(figures["freed_share"])
+
+
 GOALS = [
     Goal("a decode step, 64 x 1,024, ahead, over its bytes at the measured bandwidth", "engine",
          f"{MODEL}: decode 64 x 1024",
@@ -54,6 +58,9 @@ GOALS = [
          "0", lambda row, _: row["answers_that_differ"], lambda value: value == 0),
     Goal("answers that differ after new weights in place", "weight update", "all weights",
          "0", lambda row, _: row["answers_that_differ"], lambda value: value == 0),
+    *(Goal(f"freed by a sleep of level {level}, share of weights and pages; NaN if an answer differs after waking",
+           "sleep", f"level {level}", "≥ 0.9", lambda row, _: _freed(row), lambda value: value >= 0.9)
+      for level in (1, 2)),
     Goal("pages that differ after NIXL between two processes", "transfer", "NIXL",
          "0", lambda row, _: row["pages_that_differ"], lambda value: value == 0),
     Goal("tokens per second over transformers' continuous batching", "others", "transformers, continuous batching",

@@ -79,6 +79,10 @@ class ReplicaConnection:
         """Note that a message has come."""
         self.heard_at = now
 
+    def note_peer(self, peer: bytes) -> None:
+        """Note where other replicas reach the pages of this one from now on."""
+        self.profile = self.profile.model_copy(update={"peer": peer})
+
     def open(self) -> None:
         """Note that the stream has begun."""
         self.is_open = True

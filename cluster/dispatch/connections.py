@@ -189,6 +189,8 @@ class ReplicaConnections:
                 connection.hear(now)
                 if not connection.is_open:
                     self._opened(connection)
+                if message.peer:
+                    self._note_peer(connection, message.peer)
                 if message.live is not None:
                     self._fleet.hear(name, message.live, now)
                 for changes in message.pages:
@@ -209,6 +211,13 @@ class ReplicaConnections:
             loss.__cause__ = cause
         finally:
             self._lost(connection, loss)
+
+    def _note_peer(self, connection: ReplicaConnection, peer: bytes) -> None:
+        """Note where other replicas reach the pages of a replica from now on."""
+        connection.note_peer(peer)
+        if connection.name in self._members:
+            client, _ = self._members[connection.name]
+            self._members[connection.name] = client, connection.profile
 
     async def _watch_for_silence(self) -> None:
         """Keep the clock going, check the deadlines of requests, give up the stream of every replica that has been

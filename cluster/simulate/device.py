@@ -167,7 +167,7 @@ def clocked_engine(
         EmulatedSampler(DrawnDrafts(pool.draft_acceptance, noise.seed), clock.time, _never_late),
         NoGrammars(),
         pages,
-        Memory(0, profile.num_pages * page_bytes, bytes_per_second=profile.bytes_per_second),
+        lambda: Memory(0, profile.num_pages * page_bytes, bytes_per_second=profile.bytes_per_second),
         profile.max_model_len,
         TOKEN + 1,
         (),

@@ -28,7 +28,7 @@ DRY_RUNS = [  # parts of calls, each far below the limit of a test
     ("features", ("packed weights",)),
     ("features", ("adapters", "drafts", "evicted pages", "transfer", "shapes")),
     ("servers", ("latents", "structured output")),
-    ("servers", ("weight update",)),
+    ("servers", ("weight update", "sleep")),
     ("kernels", ("checks", "steps")),
 ]
 needs_triton = pytest.mark.skipif(not importlib.util.find_spec("triton"), reason="needs Triton: pip install triton")
@@ -274,6 +274,14 @@ GOALS = {  # section, case: the figures that just meet a goal, and that just mis
     ("servers", "one replica"): ({"of_engine": 0.95}, {"of_engine": 0.94}),
     ("servers", "a pair, its decode replica killed"): ({"answers_that_differ": 0}, {"answers_that_differ": 1}),
     ("weight update", "all weights"): ({"answers_that_differ": 0}, {"answers_that_differ": 1}),
+    ("sleep", "level 1"): (
+        {"freed_share": 0.9, "answers_that_differ": 0},
+        {"freed_share": 0.89, "answers_that_differ": 0},
+    ),
+    ("sleep", "level 2"): (
+        {"freed_share": 1.0, "answers_that_differ": 0},
+        {"freed_share": 1.0, "answers_that_differ": 1},
+    ),
     ("transfer", "NIXL, 512 pages of 2097152 bytes"): ({"pages_that_differ": 0}, {"pages_that_differ": 1}),
     ("others", "transformers, continuous batching"): ({"tokens_per_s": 99.0}, {"tokens_per_s": 101.0}),
     ("others", "vLLM"): ({"tokens_per_s": 100.0}, {"tokens_per_s": 101.0}),

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from crossdock.kernels.cpu.huge_pages import HugePages, MemoryTaker, give_back
+from crossdock.kernels.gpu.storage_memory import StorageMemory, keeps_addresses
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, View
 
 
@@ -25,6 +26,7 @@ class KVPool:
         self.page_size = 1
         self._num_pages = 0
         self._taker: MemoryTaker | None = None  # on a CPU
+        self._storage: StorageMemory | None = None  # on a GPU
         self.is_asleep = False  # the memory is given back: no step may read it
         self.before_step: Callable[[Iterable[int]], None] | None = None  # see `watch`
         self.before_others: Callable[[Iterable[int]], None] | None = None
@@ -40,11 +42,12 @@ class KVPool:
         """Allocate pages, after freeing the earlier ones. `order`: the number of each layer in the layouts."""
         self.free()
         num_elements = num_pages * layouts[0].page_elements
-        if device.type == "cpu":
+        if keeps_addresses(device):
             pool = HugePages().take(num_elements, dtype)
             self._taker = MemoryTaker(pool)
         else:
             pool = torch.zeros(num_elements, dtype=dtype, device=device)
+            self._storage = StorageMemory([pool])
 
         def tensor(view: View) -> Tensor:
             return pool.as_strided(view.shape, view.strides, view.offset)
@@ -71,23 +74,36 @@ class KVPool:
     def free(self) -> None:
         """Free the memory. Call it only before another component has a reference to the pool."""
         self.pages, self.tensor = (), torch.empty(0)
+        self._storage = None
         if self._taker is not None:
             self._taker.end()
             self._taker = None
 
+    @property
+    def moves(self) -> bool:
+        """Whether `wake` takes memory at another address than before."""
+        return self._storage is not None
+
     def sleep(self) -> None:
-        """Give the memory back to Linux until `wake`. Views and registrations stay; contents are lost. On a CPU."""
-        assert self._taker is not None, "pages of a GPU do not sleep"
+        """Give the memory back until `wake`; contents are lost. Views stay. Registrations do unless the pool
+        `moves`."""
         if self.before_others is not None:
             self.before_others(range(self._num_pages))
-        self._taker.end()
-        self._taker = None
+        if self._storage is not None:
+            self._storage.give_back()
+        elif self._taker is not None:
+            self._taker.end()
+            self._taker = None
+            give_back(self.tensor)
         self.is_asleep = True
-        give_back(self.tensor)
 
     def wake(self) -> None:
-        """Take the memory again, all zeros."""
-        self._taker = MemoryTaker(self.tensor)
+        """Take the memory again, all zeros. ValueError: a GPU has not so much free memory, and the pool sleeps on."""
+        if self._storage is not None:
+            self._storage.take()
+            self.tensor.zero_()
+        else:
+            self._taker = MemoryTaker(self.tensor)
         self.is_asleep = False
 
     def wait_for_memory(self) -> None:

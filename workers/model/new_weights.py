@@ -10,7 +10,7 @@ with what was to be put there.
 import copy
 import json
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +19,9 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from crossdock.kernels.cpu.huge_pages import give_back
+from crossdock.kernels.gpu.storage_memory import StorageMemory, keeps_addresses
 from crossdock.workers.model.checksums import checksum, checksums_in
+from crossdock.workers.model.layers.coded_products import CodedExperts, CodedLinear
 from crossdock.workers.model.layers.fusion import drop_fused, fused_tensors, fused_weights
 from crossdock.workers.model.layers.triton_layers import TritonLayers
 from crossdock.workers.model.loaders.held import HeldTensors
@@ -28,6 +30,7 @@ from crossdock.workers.model.weight_group import WeightGroup, announced
 from crossdock.workers.model.weights.finite import check_finite, weights_of
 from crossdock.workers.model.weights.formats import PlainWeights
 from crossdock.workers.model.weights.heap import trim_heap
+from crossdock.workers.model.weights.packed_layers import PackedExperts, PackedLinear
 from crossdock.workers.model.weights.scheme import E4M3_AT_LOAD, PLAIN, quantisation, scheme_at, scheme_of
 from crossdock.workers.model.weights.tensor_check import is_classifier
 from crossdock.workers.schedule.request.weight_version import unlike
@@ -43,6 +46,7 @@ class NewWeights:
         self._sent: dict[str, str] = {}  # the checksums that the trainer gave with its tensors
         self._group: WeightGroup | None = None  # of a trainer that sends tensors
         self._received: dict[str, Tensor] = {}
+        self._memory: StorageMemory | None = None  # of the present weights, while a GPU lacks them
         self.are_given_up = False  # the present weights: no step may read them
 
     @property
@@ -167,20 +171,59 @@ class NewWeights:
     def put(self) -> None:
         """Compute with the weights that were read from the next step on. Belongs between two steps."""
         assert self._put is not None, "no weights have been read"
+        self.make_room()
         self._put()
+        self._memory = None
         self.are_given_up = False
         self._proof = self._read_proof
         self.drop()
         trim_heap()
 
-    def give_up(self) -> None:
-        """Give the memory of the present weights back to Linux, until others are put in place. On a CPU."""
-        for tensor in _tensors(self._model.module).values():
-            if tensor.is_contiguous():
-                give_back(tensor)
-        drop_fused(self._model.module)
+    @property
+    def are_kept(self) -> bool:
+        """Return whether the present weights are given up, and the host's memory has them."""
+        return self._memory is not None and self._memory.has_contents
+
+    def give_up(self, *, keeps: bool = False) -> None:
+        """Give the memory of the present weights back, until others are put in place, or until `take`.
+
+        `keeps`: the host's memory gets the weights of a GPU. Else they are lost, also those that it has.
+        """
+        if not keeps_addresses(self._model.device):
+            self._give_up_storages(keeps)
+        else:
+            for tensor in _tensors(self._model.module).values():
+                if tensor.is_contiguous():
+                    give_back(tensor)
+            drop_fused(self._model.module)
         trim_heap()
         self.are_given_up = True
+
+    def _give_up_storages(self, keeps: bool) -> None:
+        if self._memory is None:
+            module = self._model.module
+            self._memory = StorageMemory([*_tensors(module).values(), *_packed_tensors(module)])
+            self._memory.give_back(keeps=keeps)
+        elif not keeps:
+            self._memory.forget()
+
+    def take(self) -> None:
+        """Take the weights again that the host's memory has. ValueError: as `make_room`."""
+        self.make_room()
+        if self._memory is not None:
+            self._memory.fill()
+            self._memory = None
+        self.are_given_up = False
+        trim_heap()
+
+    def make_room(self) -> None:
+        """Take the memory of weights that were given up on a GPU again; it holds anything.
+
+        Raises:
+            ValueError: the GPU has not so much free memory. Nothing has changed.
+        """
+        if self._memory is not None:
+            self._memory.take()
 
     def drop(self) -> None:
         """Forget what was received and read."""
@@ -243,3 +286,16 @@ def _tensors(module: Any) -> dict[str, Tensor]:
             layers = path.rpartition(".")[0]
             found |= {f"{layers}.{name}": tensor for name, tensor in part.replaced[0].state_dict().items()}
     return found
+
+
+def _packed_tensors(module: nn.Module) -> Iterator[Tensor]:
+    """Yield the tensors of packed weights on a GPU, which are no parameters."""
+    for part in module.modules():
+        if isinstance(part, TritonLayers):
+            yield from _packed_tensors(part.replaced[0])
+        elif isinstance(part, CodedLinear | CodedExperts):
+            yield from part.kernel_tensors
+        elif isinstance(part, PackedLinear):
+            yield from part.packed.tensors
+        elif isinstance(part, PackedExperts):
+            yield from (tensor for parts in part.experts for matrix in parts for tensor in matrix.tensors)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -15,7 +16,15 @@ from crossdock.workers.schedule.drafts.drafting import DraftRoom
 from crossdock.workers.schedule.request.batch import Batch
 
 
-@dataclass(frozen=True, slots=True)
+class RecordedSizes(NamedTuple):
+    """The largest steps that are recorded."""
+
+    max_num_seqs: int
+    max_num_batched_tokens: int
+    most_drafts: int = 0  # that a step verifies for one stream; 0: there is no speculation
+
+
+@dataclass(slots=True)
 class Runner:
     """Executes steps on one model, or on this rank's part of it. Every rank of a group has one, with the same graphs.
 
@@ -27,10 +36,11 @@ class Runner:
     notify_ranks: Callable[[bytes], None] | None = None
     graphs: Sequence[DecodeGraphs | MixedGraphs] = ()  # of steps that are recorded; other steps run kernel by kernel
     graphs_text: str = ""  # which steps run as CUDA graphs, and why others do not; empty: none, and none could
+    _sizes: RecordedSizes | None = None  # None: nothing is to be recorded
     _sender: StepSender = field(init=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_sender", StepSender(self.page_size))  # frozen
+        self._sender = StepSender(self.page_size)
 
     @classmethod
     def recorded(
@@ -44,17 +54,31 @@ class Runner:
         most_drafts: int = 0,
     ) -> "Runner":
         """Return a runner whose steps are CUDA graphs where they can be. Collective: every rank must call it."""
-        decodes, text = decode_graphs(model, page_size, max_num_seqs)
+        sizes = RecordedSizes(max_num_seqs, max_num_batched_tokens, most_drafts)
+        runner = cls(model, page_size, notify_ranks, _sizes=sizes)
+        runner.record()
+        return runner
+
+    def record(self) -> None:
+        """Record the steps, if they are to be recorded: over the memory that the model has now. Collective."""
+        if self._sizes is None:
+            return
+        sizes = self.page_size, *self._sizes[:2]
+        most_drafts = self._sizes.most_drafts
+        decodes, self.graphs_text = decode_graphs(self.model, *sizes[:2])
         if decodes is None:
-            return cls(model, page_size, notify_ranks, (), text)
-        sizes = page_size, max_num_seqs, max_num_batched_tokens
+            return
         verifying = None
         if most_drafts:
-            verifying, further = verify_graphs(model, page_size, max_num_seqs, most_drafts, decodes)
-            text += further
-        mixed, further = mixed_graphs(model, *sizes, decodes, most_drafts=most_drafts)
-        graphs = [each for each in (decodes, verifying, mixed) if each is not None]
-        return cls(model, page_size, notify_ranks, graphs, text + further)
+            verifying, further = verify_graphs(self.model, *sizes[:2], most_drafts, decodes)
+            self.graphs_text += further
+        mixed, further = mixed_graphs(self.model, *sizes, decodes, most_drafts=most_drafts)
+        self.graphs_text += further
+        self.graphs = [each for each in (decodes, verifying, mixed) if each is not None]
+
+    def forget(self) -> None:
+        """Forget what is recorded, before its memory moves. Steps run kernel by kernel until `record`."""
+        self.graphs = ()
 
     def begin(self, batch: Batch) -> tuple[StepInputs, list[range]]:
         """Encode the pictures of a batch, and send it to the other ranks, which may compute it from now on."""

@@ -45,6 +45,7 @@ class Message:
     live: LiveProfile | None = None  # if a new one is due; while the replica is quiet, the last one again
     pages: Sequence[PageChanges] = ()
     answers: Sequence[Answer] = ()  # to submissions of this reader
+    peer: bytes = b""  # where other replicas reach its pages from now on; empty: where they did
 
 
 def observe(

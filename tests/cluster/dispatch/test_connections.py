@@ -63,6 +63,23 @@ async def test_health_check_tells_that_no_deadline_passes_any_more(monkeypatch: 
             await until(lambda: dispatcher.check() is not None)
 
 
+async def test_ingress_learns_where_the_pages_of_a_replica_have_moved() -> None:
+    """Those that read from the replica then, and those that come later: Serve tells them the address of its start."""
+    replica = InProcess()
+    async with serving(Dispatcher("m"), r=replica) as dispatcher:
+
+        def peers() -> list[bytes]:
+            return [connection.profile.peer for connection in dispatcher._connections.opened()]
+
+        assert peers() == [replica.profile.peer] != [b"moved"]
+        replica.engine_thread.readers.announce(b"moved")
+        await until(lambda: peers() == [b"moved"])
+        dispatcher.leave("r")
+        assert peers() == []
+        dispatcher.join("r", replica, replica.profile)
+        await until(lambda: peers() == [b"moved"])
+
+
 async def test_task_that_runs_for_ever_has_ended() -> None:
     async def end(error: Exception | None = None) -> None:
         if error is not None:

@@ -3,6 +3,7 @@
 import gc
 import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,16 +14,19 @@ from crossdock.workers.model.forward.row_adapters import AdapterWeights
 from crossdock.workers.model.graphs.decode_graphs import DecodeGraphs, decode_graphs
 from crossdock.workers.model.graphs.mixed_graphs import MixedGraphs, mixed_graphs
 from crossdock.workers.model.inputs import StepInputs
-from crossdock.workers.model.load import wrap_module
+from crossdock.workers.model.load import load_model, wrap_module
 from crossdock.workers.model.load_options import LoadOptions
 from crossdock.workers.model.memory.kv_memory import GPU_RESERVE_BYTES
+from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.runner import Runner
 from crossdock.workers.model.sampling.row import SampleRow
 from crossdock.workers.model.sampling.sampler import sample
+from crossdock.workers.model.weights.fingerprint import fingerprint
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
+from crossdock.workers.replica.engine.sleep import Sleep
 from crossdock.workers.schedule.request.batch import Batch, Scheduled
 from crossdock.workers.schedule.request.request import Request
 from crossdock.workers.schedule.request.submission import Adapter, SamplingParams, Submission
@@ -239,18 +243,18 @@ def test_inputs_are_copied_without_waiting(waits: Any) -> None:
     assert torch.isfinite(logits[0]).all()
 
 
-def with_adapters(*fingerprints: str) -> Any:
+def with_adapters(*names: str) -> Any:
     """Return a model with random adapters in all its linears but one."""
     wide = {"hidden_size": 64, "head_dim": 16, "intermediate_size": 128}
     module = build("llama", SERVED["llama"] | wide).to("cuda", torch.float32)
-    model = wrap_module(module, LoadOptions(max_lora_rank=16, max_loras=len(fingerprints)))
+    model = wrap_module(module, LoadOptions(max_lora_rank=16, max_loras=len(names)))
     assert model.adapters is not None
-    for number, fingerprint in enumerate(fingerprints):
+    for number, adapter in enumerate(names):
         rank, pairs = 5 + 11 * number, {}
         for name, site in [*model.adapters.sites.items()][1:]:
             a, b = (torch.randn(rank, size, device="cuda") / 8 for size in (site.in_features, site.out_features))
             pairs[name] = a, b.T
-        model.adapters.loaded[fingerprint] = AdapterWeights(pairs, model.adapters._table(pairs))
+        model.adapters.loaded[adapter] = AdapterWeights(pairs, model.adapters._table(pairs))
     return model
 
 
@@ -326,3 +330,25 @@ def test_measured_pool_leaves_memory_for_the_largest_step() -> None:
         < 0.05 * total - GPU_RESERVE_BYTES
     )
     assert torch.cuda.max_memory_reserved() <= 0.05 * total
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_sleep_gives_the_gpu_its_memory_back_and_tokens_after_it_are_those_before(level: int, tmp_path: Path) -> None:
+    """Weights and pages go, and the graphs of steps; the driver counts what is free."""
+    wide = {"hidden_size": 1024, "head_dim": 64, "intermediate_size": 4096, "vocab_size": 32_000}
+    build("llama", SERVED["llama"] | wide).to(torch.bfloat16).save_pretrained(tmp_path)
+    config = EngineConfig(**SETTINGS | {"kv_cache_memory": 256 << 20})
+    engine = new_engine(load_model(ModelSpec(str(tmp_path), dtype="bfloat16"), "cuda"), config)
+    num_bytes = engine.model.pool.tensor.nbytes + sum(each.nbytes for each in engine.model.module.parameters())
+    kinds = [type(graphs) for graphs in engine.pipeline.runner.graphs]
+    before, sleep = tokens(engine), Sleep(engine, tmp_path, fingerprint(tmp_path))
+    for _ in range(2):
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info()
+        sleep.sleep(level)
+        assert torch.cuda.mem_get_info()[0] - free >= 0.9 * num_bytes
+        assert not engine.pipeline.runner.graphs
+        sleep.read([])
+        sleep.wake([])
+        assert [type(graphs) for graphs in engine.pipeline.runner.graphs] == kinds == [DecodeGraphs, MixedGraphs]
+        assert tokens(engine) == before

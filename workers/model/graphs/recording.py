@@ -8,6 +8,7 @@ waiting inside a collective. So all ranks record the same steps in the same orde
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TypeAlias, TypeVar
 
 import torch
@@ -95,13 +96,20 @@ def _has_graphs(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+@cache
+def _capture_stream() -> torch.cuda.Stream:
+    """Return the stream of all captures of this process: libraries keep a workspace for each stream that they see."""
+    stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    return stream
+
+
 def _stream_capture() -> tuple[Callable[[Callable[[], None]], None], Record]:
     """Return a function that rehearses a step for a capture, and the capture.
 
     All graphs share one memory pool, since only one runs at a time.
     """
     memory = torch.cuda.graph_pool_handle()
-    stream: torch.cuda.Stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+    stream = _capture_stream()
 
     @contextmanager
     def aside() -> Iterator[None]:

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 from crossdock.kvtransfer.layout import PoolSpec
@@ -25,6 +26,7 @@ from crossdock.workers.replica.engine.speculation import Speculation
 from crossdock.workers.replica.engine.step_sampler import StepSampler
 from crossdock.workers.replica.engine.weight_update import WeightUpdate
 from crossdock.workers.replica.ranks.pool_layout import choose_groups, held_layers, memory_of, pool_spec
+from crossdock.workers.replica.ranks.rank_memory import RankMemory, change_on_all
 from crossdock.workers.replica.ranks.rank_messages import AllocatePool, OpenFiles, RecordSteps
 from crossdock.workers.replica.ranks.step_deadline import StepDeadline
 from crossdock.workers.replica.ranks.worker_group import WorkerGroup
@@ -103,6 +105,7 @@ def _executor(
     tiers = open_tiers(model, config, weights, num_pages, worker_group)
     on_evict = None if tiers is None else tiers.evicted
     runner = _runner(model, config, worker_group)
+    new_weights = NewWeights(model)
     if speculation is not None:
         speculation.policy.stop_at(runner.draft_room)
     return Executor(
@@ -119,7 +122,7 @@ def _executor(
             on_evict,
             config.new_page_events(),
         ),
-        memory_of(model.pool.tensor),
+        lambda: memory_of(model.pool.tensor),
         model.max_model_len,
         model.vocab_size,
         ends,
@@ -133,7 +136,8 @@ def _executor(
         speculation=speculation,
         head=head,
         adapters=None if model.adapters is None else AdapterLoader(model.adapters, worker_group),
-        new_weights=WeightUpdate(NewWeights(model), worker_group),
+        new_weights=WeightUpdate(new_weights, worker_group),
+        change_memory=partial(change_on_all, RankMemory(model, new_weights, runner), worker_group),
         tiers=tiers,
         worker_group=worker_group,
         row_tile=_ROW_TILE if model.device.type == "cuda" else 1,

@@ -242,7 +242,7 @@ def emulated_engine(
             profile.state_pages,
             events=config.new_page_events(),
         ),
-        Memory(0, num_pages * page_bytes, bytes_per_second=profile.bytes_per_second),
+        lambda: Memory(0, num_pages * page_bytes, bytes_per_second=profile.bytes_per_second),
         max_model_len or profile.max_model_len,
         vocab_size,
         ends,

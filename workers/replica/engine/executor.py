@@ -20,6 +20,7 @@ if TYPE_CHECKING:  # what only a model needs imports torch
     from crossdock.workers.draft.head_drafter import HeadDrafter
     from crossdock.workers.model.model import LoadedModel
     from crossdock.workers.replica.engine.weight_update import WeightUpdate
+    from crossdock.workers.replica.ranks.rank_messages import MemoryChange
     from crossdock.workers.replica.ranks.step_deadline import StepDeadline
     from crossdock.workers.replica.ranks.worker_group import WorkerGroup
     from crossdock.workers.replica.tiers.tier_store import TierStore
@@ -143,7 +144,7 @@ class Executor:
     sampler: TokenSampler
     grammars: Grammars
     pages: PagePool
-    memory: Memory  # of the pages
+    memory: Callable[[], Memory]  # where the pages are now
     max_model_len: int
     vocab_size: int
     eos_token_ids: Collection[int]
@@ -158,6 +159,7 @@ class Executor:
     head: "HeadDrafter | None" = None  # drafts for `speculation` from the hidden states of steps; None: nothing does
     adapters: AdapterLoads | None = None  # None: it takes no adapters
     new_weights: "WeightUpdate | None" = None  # None: the device is emulated, and has no weights
+    change_memory: "Callable[[MemoryChange], None] | None" = None  # of all ranks; None: the device is emulated
     tiers: "TierStore | None" = None
     worker_group: "WorkerGroup | None" = None
     row_tile: int = 1  # rows that products on this device compute at a time

@@ -40,11 +40,10 @@ class WeightUpdate:
         """Return why weights cannot be read again or replaced; empty: they can."""
         return self._own.why_not()
 
-    def give_up(self) -> None:
-        """Give the memory of all ranks' weights back, until `put`. Belongs between two steps."""
-        if self._worker_group is not None:
-            self._worker_group.change_memory("give weights")
-        self._own.give_up()
+    @property
+    def are_kept(self) -> bool:
+        """Whether the present weights are given up, and the host's memory has them."""
+        return self._own.are_kept
 
     def call(self, method: WeightMethod, argument: Mapping[str, Any]) -> str:
         """Call the new weights of every rank, beside steps. Returns the id of the weights in a folder.
@@ -86,7 +85,12 @@ class WeightUpdate:
             self.call("read", {"folder": folder, "checksums": checksums})
 
     def put(self) -> None:
-        """Compute with the weights that were read from the next step on. No step may be in flight."""
+        """Compute with the weights that were read from the next step on. No step may be in flight.
+
+        Raises:
+            ValueError: weights were given up, and the GPU has not enough free memory. Nothing has changed.
+        """
+        self._own.make_room()
         if self._worker_group is not None:
             self._worker_group.broadcast(PutWeights())
         self._own.put()

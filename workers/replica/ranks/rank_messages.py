@@ -130,11 +130,21 @@ class OpenDock(Record, frozen=True):
     transfer: TransferConfig
 
 
-MemoryChange: TypeAlias = Literal["give pages", "take pages", "give weights"]
+class CloseDock(Record, frozen=True):
+    """Close the dock, whose transfers have ended: the memory of the pool is about to move."""
+
+
+MemoryChange: TypeAlias = Literal[
+    "give pages", "take pages", "give weights", "keep weights", "take weights", "forget steps", "record steps"
+]
 
 
 class ChangeMemory(Record, frozen=True):
-    """Give the memory of the KV pool back or take the memory again, or give back that of weights until `PutWeights`."""
+    """Give the memory of the KV pool back or take the memory again, or give back that of weights until `PutWeights`.
+
+    On a GPU also: have the host keep the weights until they are taken, and forget recorded steps until they are
+    recorded again.
+    """
 
     what: MemoryChange
 
@@ -154,6 +164,7 @@ OrderedMessage: TypeAlias = (
     | CallWeights
     | PutWeights
     | OpenDock
+    | CloseDock
     | ChangeMemory
     | EndRank
     | DockCall

@@ -153,6 +153,8 @@ class WorkerGroup:
 
         `on_event` gets the rank and every event of its dock, on one thread for each rank."""
         self._on_event = on_event
+        for follower in self._followers.values():
+            follower.blob = None
         self.broadcast(OpenDock(tuple(self.held_by_rank), model, role, transfer))
         self._wait(lambda follower: follower.blob is not None, "did not open its pool to transfers")
         return {rank: follower.blob or b"" for rank, follower in self._followers.items()}
@@ -224,7 +226,7 @@ class WorkerGroup:
                 follower.socket.send(data)
 
     def change_memory(self, what: MemoryChange) -> None:
-        """Have every follower give memory back, or take the memory again."""
+        """Have every follower change its memory, see `ChangeMemory`."""
         self.broadcast(ChangeMemory(what))
 
     def step_deadline(self) -> StepDeadline:

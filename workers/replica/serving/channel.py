@@ -62,6 +62,11 @@ class Channel:
         self._ready.set()
         return True
 
+    def tell_peer(self, peer: bytes) -> None:
+        """Queue the address at which other replicas reach this one's pages from now on."""
+        self._message.peer = peer
+        self._ready.set()
+
     def close(self) -> None:
         """End `messages` after the deltas that are queued."""
         self._closed = True

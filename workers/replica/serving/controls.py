@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from crossdock.workers.replica.engine.sleep import Sleep
 from crossdock.workers.replica.serving.engine_thread import EngineThread
+from crossdock.workers.replica.transfer.replica_dock import ReplicaDock
 from crossdock.workers.schedule.request.weight_version import WeightVersion
 
 if TYPE_CHECKING:  # an engine on an emulated device imports no torch
@@ -30,7 +31,9 @@ class Controls:
         self._thread = thread
         self._engine = thread.engine
         self._num_ranks = num_ranks
-        self._sleep = Sleep(thread.engine, folder, checkpoint)
+        docks = (each.dock for each in thread.handovers)
+        self._docks = [dock for dock in docks if isinstance(dock, ReplicaDock)]
+        self._sleep = Sleep(thread.engine, folder, checkpoint, self._withdraw, self._reopen)
         self._update = thread.engine.executor.new_weights
         self._turn = asyncio.Lock()  # of calls that read weights
         self._called_at = -inf  # the latest call of an update that is not put in place yet, on the loop's clock
@@ -147,6 +150,7 @@ class Controls:
             try:
                 if self._update is not None:
                     self._update.put()
+                self._sleep.record_steps()  # those of a GPU that had given up its weights
             except Exception:
                 logger.exception("new weights could not be put in place: this replica ends")
                 self._thread.end()
@@ -163,8 +167,11 @@ class Controls:
         self._sleep.check(level, mode)
 
     async def sleep(self, level: int) -> None:
-        """Give up memory, see `Sleep.sleep`. The engine is paused. ValueError: it has requests."""
+        """Give up memory, see `Sleep.sleep`. The engine is paused. ValueError: it has requests, or transfers."""
         async with self._turn:
+            if self._sleep.moves and "kv_cache" not in self._sleep.lacks:
+                for dock in self._docks:
+                    await asyncio.to_thread(dock.drain)
             await self._thread.call(lambda: self._sleep.sleep(level))
 
     async def wake_up(self, tags: Sequence[str]) -> list[str]:
@@ -176,8 +183,30 @@ class Controls:
                 self._called_at = -inf
                 self._id_read = ""
             await asyncio.to_thread(self._sleep.read, tags)
-            await self._thread.call(lambda: self._sleep.wake(tags))
+            try:
+                await self._thread.call(lambda: self._wake(tags))
+            finally:
+                for dock in self._docks:  # pages may be back where weights are not
+                    self._thread.readers.announce(dock.blob)
         return self._sleep.lacks
+
+    def _wake(self, tags: Sequence[str]) -> None:
+        try:
+            self._sleep.wake(tags)
+        except ValueError:  # there is not enough memory: the replica sleeps on
+            raise
+        except Exception:
+            logger.exception("memory could not be taken again: this replica ends")
+            self._thread.end()
+            raise
+
+    def _withdraw(self) -> None:
+        for dock in self._docks:
+            dock.withdraw()
+
+    def _reopen(self) -> None:
+        for dock in self._docks:
+            dock.reopen()
 
     async def given_up(self) -> list[str]:
         """Return the tags of what is given up; none: this replica is awake."""

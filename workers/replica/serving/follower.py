@@ -17,11 +17,13 @@ from crossdock.workers.model.step_messages import StepReceiver
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.ranks.pool_layout import held_layers, memory_of, pool_spec
 from crossdock.workers.replica.ranks.rank_loader import load_rank, position_of, why_failed
+from crossdock.workers.replica.ranks.rank_memory import RankMemory
 from crossdock.workers.replica.ranks.rank_messages import (
     AdapterLoaded,
     AllocatePool,
     CallWeights,
     ChangeMemory,
+    CloseDock,
     CopyPages,
     DockOpened,
     DropAdapter,
@@ -162,8 +164,13 @@ def _work(
                     before_grant=model.pool.before_others,
                 )
                 link.send(encode(DockOpened(dock.blob)))
+            case CloseDock():
+                assert dock is not None, "a dock is closed before it is open"
+                if not dock.drain(spec.rank_timeout_s):
+                    raise RuntimeError("transfers of pages have not ended, and the pool is about to move")
+                dock.close()
             case ChangeMemory(what):
-                {"give pages": model.pool.sleep, "take pages": model.pool.wake, "give weights": weights.give_up}[what]()
+                RankMemory(model, weights, runner).change(what)
             case EndRank():
                 parts.close()
                 dist.destroy_process_group()

@@ -10,7 +10,7 @@ from prometheus_client.registry import Collector
 
 from crossdock.kvtransfer.events import Figures
 from crossdock.workers.replica.engine.engine import Engine, Step
-from crossdock.workers.replica.engine.sleep import given_up
+from crossdock.workers.replica.engine.sleep import level_of
 from crossdock.workers.replica.serving.kv_events import KVEventPublisher
 from crossdock.workers.replica.transfer.replica_dock import TransferDock
 from crossdock.workers.report.timeline import Progress, Timeline
@@ -331,9 +331,8 @@ class _Gauges(Collector):
         text = "Number of the last update of weights; 0: those of the start. The label names them."
         weights = engine.scheduler.weights
         yield _gauge("crossdock_weight_version", text, {weights.name: weights.number}, "version")
-        text = "1 for the replica's level of sleep. 0: awake; 1: its pages are given up; 2: its weights too."
-        lacks = given_up(engine)
-        level = 2 if "weights" in lacks else len(lacks)
+        text = "1 for the replica's level of sleep. 0: awake; 1: its pages are given up; 2: also its weights are lost."
+        level = level_of(engine)
         yield _gauge("crossdock_sleep_level", text, {each: each == level for each in range(3)}, "level")
         yield from self._requests(engine.scheduler.table.requests())
         yield from self._cost()

@@ -22,6 +22,7 @@ class Readers:
     def __init__(self) -> None:
         self.channels: dict[str, Channel] = {}
         self._reader_of: dict[str, tuple[Channel, int]] = {}  # by request, with the epoch of its last attempt
+        self._peer = b""  # where other replicas reach this one's pages; empty: as since the start
         self._ended = Fence()  # aborted attempts: a submission that comes late must not start
 
     def open(self, ingress: str) -> Channel:
@@ -29,7 +30,15 @@ class Readers:
         if ingress in self.channels:
             self.channels[ingress].close()
         self.channels[ingress] = channel = Channel()
+        if self._peer:
+            channel.tell_peer(self._peer)
         return channel
+
+    def announce(self, peer: bytes) -> None:
+        """Tell all readers, and those that come later, where other replicas reach this one's pages from now on."""
+        self._peer = peer
+        for channel in self.channels.values():
+            channel.tell_peer(peer)
 
     def close(self, ingress: str, channel: Channel) -> list[AttemptKey]:
         """Forget a reader. Return the attempts whose tokens went to it: no other reader wants them."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
-from crossdock.kvtransfer.calls import AskCall, DockCall, ExpectCall, ShipCall
+from crossdock.kvtransfer.calls import AskCall, DockCall, ExpectCall, PeerDeadCall, ShipCall
 from crossdock.kvtransfer.dock import Dock
 from crossdock.kvtransfer.dock_core import DockCounts
 from crossdock.kvtransfer.emulated import EmulatedTransport
@@ -17,6 +17,7 @@ from crossdock.kvtransfer.nixl import NixlTransport
 from crossdock.kvtransfer.tcp import TcpTransport
 from crossdock.kvtransfer.transport import Memory, Transport, TransportUnavailable
 from crossdock.workers.replica.config import TransferConfig
+from crossdock.workers.replica.ranks.rank_messages import CloseDock
 from crossdock.workers.replica.transfer.event_merger import EventMerger
 
 if TYPE_CHECKING:  # an emulated replica imports no torch
@@ -48,7 +49,7 @@ class ReplicaDock:
 
     def __init__(
         self,
-        memory: Memory,
+        memory: Callable[[], Memory],
         spec: PoolSpec,
         role: str,
         config: TransferConfig,
@@ -57,23 +58,57 @@ class ReplicaDock:
         clock: Callable[[], float],
         before_grant: Callable[[Iterable[int]], None] | None = None,
     ) -> None:
-        """Open the pool at `memory` to transfers. `before_grant`: as of `Dock`.
+        """Open the pool to transfers. `memory` returns where that is now; `before_grant`: as of `Dock`.
 
         TransportUnavailable: as `open_dock`.
         """
+        self._memory = memory
+        self._arguments = spec, role, config
+        self._clock = clock
+        self._before_grant = before_grant
         self._worker_group = worker_group
         self._on_event = on_event
-        self._merger = EventMerger(range(len(spec.shards)))
         self._turn = threading.Lock()  # events come on as many threads as there are ranks
+        self._is_withdrawn = False
+        self._open()
+
+    def _open(self) -> None:
+        spec, role, config = self._arguments
+        self._merger = EventMerger(range(len(spec.shards)))
         on_own_event = partial(self._take, spec.rank)
-        self._own = open_dock(memory, spec, role, config, on_own_event, clock, before_grant)
+        self._own = open_dock(self._memory(), *self._arguments, on_own_event, self._clock, self._before_grant)
         blobs = {spec.rank: self._own.blob}
-        if worker_group is not None:
-            blobs |= worker_group.open_docks(spec.model, role, config, self._take)
+        if self._worker_group is not None:
+            blobs |= self._worker_group.open_docks(spec.model, role, config, self._take)
         self.blob: bytes = msgspec.msgpack.encode([blobs[rank] for rank in sorted(blobs)])
+
+    def drain(self) -> None:
+        """Wait until no transfer is under way here. In any thread but the one that handles events.
+
+        Raises:
+            ValueError: one does not end, though no request is here any more.
+        """
+        _, _, config = self._arguments
+        if not self._own.drain(config.deadline_s + config.grace_s):
+            raise ValueError("transfers of pages have not ended: try again")
+
+    def withdraw(self) -> None:
+        """Close the docks of all ranks, after `drain`: the memory of their pools is about to move."""
+        if self._worker_group is not None:
+            self._worker_group.broadcast(CloseDock())
+        self._own.close()
+        self._is_withdrawn = True
+
+    def reopen(self) -> None:
+        """Open new docks over the pools where they are now. `blob` changes: tell all that know this one."""
+        if self._is_withdrawn:
+            self._open()
+            self._is_withdrawn = False
 
     def call(self, call: DockCall) -> None:
         """Make the call on the dock of every rank. Raises what `Dock.call` raises."""
+        if self._is_withdrawn and isinstance(call, PeerDeadCall):
+            return  # a dock that is opened later knows no peer
         if isinstance(call, ShipCall | ExpectCall):
             with self._turn:
                 self._merger.begin(isinstance(call, ShipCall), call.request, call.epoch)

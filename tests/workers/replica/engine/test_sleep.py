@@ -5,26 +5,32 @@ import gc
 import mmap
 import re
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
 from pydantic import ByteSize
 from torch import Tensor, nn
 
+from crossdock.kernels.gpu import storage_memory
+from crossdock.kernels.packed import PackedMatrix
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.model.new_weights import NewWeights
 from crossdock.workers.model.weights.fingerprint import fingerprint
+from crossdock.workers.model.weights.packed_layers import put_linear
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
-from crossdock.workers.replica.engine.sleep import Sleep
+from crossdock.workers.replica.engine.sleep import Sleep, level_of
 from crossdock.workers.replica.serving.metrics import EngineMetrics
 from crossdock.workers.schedule.request.submission import Submission
 from crossdock.workers.schedule.request.weight_version import WeightVersion
 from tests.workers.model.layers.test_fusion import needs_native, needs_onednn, needs_rounding
 from tests.workers.model.test_new_weights import saved
 from tests.workers.replica.engines import engine_on, greedy, served, tiny_model
+from tests.workers.replica.moving_memory import MovingMemory
 
 PROMPTS = [[7, 3, 9, 11, 5], [20 + i for i in range(60)]]
 SIZES = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -110,6 +116,110 @@ def test_memory_falls_while_asleep_and_tokens_after_it_are_those_of_the_last_wei
     sleep.read([])
     sleep.wake([])
     assert tokens(engine) == tokens(fresh) != before
+
+
+def in_float32(path: Path) -> Engine:
+    spec = ModelSpec(str(path), dtype="float32", attention_backend="torch")
+    return new_engine(load_model(spec), EngineConfig(kv_cache_memory=ByteSize(POOL), max_num_seqs=8))
+
+
+@pytest.mark.parametrize("level", [1, 2])
+def test_gpu_gives_up_pages_and_weights_and_records_its_steps_again(
+    level: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(tmp_path / "model", 1, head_dim=64, **SIZES)
+    device = MovingMemory(monkeypatch)
+    engine = in_float32(path)
+    num_bytes = sum(each.nbytes for each in engine.model.module.parameters())
+    num_recorded = device.num_recorded
+    before, sleep = tokens(engine), Sleep(engine, path, fingerprint(path))
+    assert device.num_replayed, "steps are recorded"
+    awake = resident()
+    sleep.sleep(level)
+    assert (sleep.lacks, level_of(engine)) == (["weights", "kv_cache"], level)
+    assert awake - resident() > 0.99 * (POOL + num_bytes)
+    for tags in (["kv_cache"], ["weights"]):
+        assert device.num_recorded == num_recorded
+        sleep.read(tags)
+        sleep.wake(tags)
+    assert (sleep.lacks, device.num_recorded) == ([], 2 * num_recorded)
+    device.num_replayed = 0
+    assert tokens(engine) == before
+    assert device.num_replayed
+    sleep.wake([])
+    assert device.num_recorded == 2 * num_recorded, "it was awake"
+
+
+def test_gpu_whose_host_keeps_weights_can_lose_them_or_get_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, other = (saved(tmp_path / f"{seed}", seed) for seed in (1, 2))
+    expected = tokens(in_float32(other))
+    device = MovingMemory(monkeypatch)
+    engine = in_float32(path)
+    before, sleep, update = tokens(engine), Sleep(engine, path, fingerprint(path)), engine.executor.new_weights
+    assert update is not None
+    sleep.sleep(1)
+    sleep.sleep(2)
+    assert level_of(engine) == 2
+    sleep.sleep(1)
+    assert level_of(engine) == 2, "nothing has the weights"
+    sleep.read([])
+    sleep.wake([])
+    assert tokens(engine) == before
+    sleep.sleep(1)
+    sleep.wake(["kv_cache"])
+    update.call("read", {"folder": str(other)})
+    update.put()
+    sleep.record_steps()
+    assert sleep.lacks == []
+    device.num_replayed = 0
+    assert tokens(engine) == expected != before
+    assert device.num_replayed
+
+
+def test_gpu_without_enough_memory_sleeps_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(tmp_path / "model", 1)
+    MovingMemory(monkeypatch)
+    engine = in_float32(path)
+    before, sleep = tokens(engine), Sleep(engine, path, fingerprint(path))
+    allocate = storage_memory._allocate
+    for level in (1, 2):
+        sleep.sleep(level)
+        for most, lacking in ((1, ["weights", "kv_cache"]), (engine.model.pool.tensor.nbytes - 1, ["kv_cache"])):
+
+            def refuse(storage: torch.UntypedStorage, size: int, most: int = most) -> None:
+                if size > most:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 MiB")
+                allocate(storage, size)
+
+            monkeypatch.setattr(storage_memory, "_allocate", refuse)
+            sleep.read([])
+            with pytest.raises(ValueError, match=r"wake it again\. CUDA out of memory"):
+                sleep.wake([])
+            assert sleep.lacks == lacking
+        monkeypatch.setattr(storage_memory, "_allocate", allocate)
+        sleep.read([])
+        sleep.wake([])
+        assert tokens(engine) == before
+
+
+def test_gpu_keeps_packed_weights_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Level 2 is refused for weights that an update could not replace."""
+    MovingMemory(monkeypatch)
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8))
+    codes = torch.randint(0, 256, (8, 4), dtype=torch.uint8)
+    put_linear(module[1], PackedMatrix("int4", codes, torch.rand(8, 1), None, 8))
+    tensors = [*module.state_dict().values(), *module[1].packed.tensors]
+    contents = [tensor.clone() for tensor in tensors]
+    weights = NewWeights(cast(Any, SimpleNamespace(module=module, device=codes.device)))
+    weights.give_up(keeps=True)
+    assert {tensor.untyped_storage().nbytes() for tensor in tensors} == {0}
+    assert (weights.are_given_up, weights.are_kept) == (True, True)
+    weights.take()
+    assert (weights.are_given_up, weights.are_kept) == (False, False)
+    for tensor, content in zip(tensors, contents, strict=True):
+        assert torch.equal(tensor, content)
 
 
 def test_sleep_that_is_impossible_is_refused_by_name() -> None:

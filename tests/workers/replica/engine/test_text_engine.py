@@ -169,7 +169,7 @@ def test_profile_of_a_calibrated_engine_predicts_and_has_no_pages_in_memory(bert
     assert not profile.generates
     assert (profile.max_model_len, profile.page_bytes, profile.caches_prefixes) == (POSITIONS, 0, False)
     assert profile.cost.prefill_seconds(0, 64, 64) > 0
-    assert engine.executor.memory.nbytes == 0
+    assert engine.executor.memory().nbytes == 0
     engine.add(wanted("after", [5, 6], "mean"))
     assert run(engine).keys() == {"after"}
 

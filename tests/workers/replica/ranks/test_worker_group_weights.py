@@ -24,6 +24,7 @@ from tests.cluster.ports import free_port
 from tests.workers.model.test_new_weights import saved
 from tests.workers.ranks import DIVISIONS, Ranks
 from tests.workers.replica.engines import generated, greedy, run, tokens_of
+from tests.workers.replica.moving_memory import MovingMemory, follow_moving
 from tests.workers.worker_groups import engine_of_ranks
 
 PROMPT = [3 + i * 7 % 100 for i in range(40)]
@@ -146,3 +147,19 @@ def test_update_without_a_group_or_with_a_wrong_place_is_refused(ranks: Ranks, t
         small = Trainer(2).info
         with pytest.raises(ValueError, match="world_size is 2"):
             update.call("join", {"init_info": small, "first": 1})
+
+
+def test_ranks_of_gpus_sleep_and_record_their_steps_again(
+    ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, answers = saved(tmp_path, 1), list[Any]()
+    device = MovingMemory(monkeypatch)
+    with engine_of_ranks(ranks, path, 2, 1, follow_moving, answers, attention_backend="torch") as engine:
+        expected, sleep = tokens(engine), Sleep(engine, path, fingerprint(path))
+        for level in (1, 2):
+            sleep.sleep(level)
+            sleep.read([])
+            sleep.wake([])
+            assert tokens(engine) == expected
+    assert answers == [(device.num_recorded, device.num_replayed)]
+    assert device.num_recorded % 3 == 0, "at the start, and after each sleep"

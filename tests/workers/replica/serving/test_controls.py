@@ -19,7 +19,7 @@ class Weights:
     def __init__(self) -> None:
         self.read = ""
         self.placed: list[str] = []
-        self.are_given_up = False
+        self.are_given_up = self.are_kept = False
 
     @property
     def is_read(self) -> bool:
@@ -48,7 +48,9 @@ def replica() -> tuple[Controls, Weights]:
 
     nothing = lambda *_: None  # noqa: E731
     publisher = SimpleNamespace(renew=nothing)
-    thread: Any = SimpleNamespace(engine=engine, call=call, finish_steps=nothing, end_all=nothing, publisher=publisher)
+    thread: Any = SimpleNamespace(
+        engine=engine, call=call, finish_steps=nothing, end_all=nothing, publisher=publisher, handovers=[]
+    )
     return Controls(thread, 1, Path("start"), "id-start"), weights
 
 
