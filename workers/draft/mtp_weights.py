@@ -3,7 +3,8 @@
 Three forms are published. DeepSeek and GLM number the head as one more layer: `layers.N.eh_proj`,
 `layers.N.self_attn…`. Qwen calls it `mtp`: `mtp.fc`, `mtp.layers.0.self_attn…`. Nemotron-H calls it so too, and counts
 attention and experts as two layers: `mtp.layers.0.eh_proj`, `mtp.layers.0.mixer…`, `mtp.layers.1.mixer…`,
-`mtp.layers.1.final_layernorm`. All compute the same. (`MtpModel` of transformers; `nemotron_h_mtp.py` of vLLM.)
+`mtp.layers.1.final_layernorm`. All compute the same. (`MtpModel` of transformers; `nemotron_h_mtp.py`,
+`hy_v3_mtp.py` and `exaone_moe_mtp.py` of vLLM.)
 """
 
 import copy
@@ -20,6 +21,7 @@ from crossdock.workers.model.architecture import (
     INDEXED_TYPE,
     attention_layers,
     is_indexed,
+    layer_kinds,
     recurrent_layers,
     text_config,
 )
@@ -49,10 +51,11 @@ _LAST_NORMS = ("norm.weight", "shared_head.norm.weight")
 _LAST_NORM_IN_LAYER = "final_layernorm.weight"
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the model's own, which is read
 _OF_MODEL = re.compile(r"(?:(?:model|language_model|backbone)\.)*(embed_tokens|embeddings|lm_head)\.weight")
+_MLP = {"exaone_moe": "dense"}
+"""What a head's layer has behind its attention, where that is not experts and config.json does not say so."""
 _IN_ONE_LAYER: Mapping[str, Any] = {
     "num_hidden_layers": 1,
     "first_k_dense_replace": 0,
-    "mlp_layer_types": ["sparse"],
     "mlp_only_layers": [],
     "decoder_sparse_step": 1,
     "indexer_types": ["full"],
@@ -193,7 +196,7 @@ class _Chosen:
         if in_layer in _JOINING:
             self._joining[_JOINING[in_layer]] = tensor
         elif in_layer == _LAST_NORM_IN_LAYER:
-            found["model.norm_f.weight"] = tensor
+            found[f"model.{'norm_f' if self._num_own > 1 else 'norm'}.weight"] = tensor
         elif name in _LAST_NORMS:
             found["model.norm.weight"] = tensor
         elif name not in _SHARED:
@@ -227,8 +230,10 @@ def _check_fits(config: PretrainedConfig, served: PretrainedConfig, path: Path) 
 def _of_head(config: PretrainedConfig, path: Path) -> PretrainedConfig:
     """Return the configuration of the head's layers, as that of a model with no others. ValueError: not computed."""
     decoder = copy.deepcopy(text_config(config))
-    usual = [INDEXED_TYPE if is_indexed(decoder) else "full_attention"]
-    fields = dict(_IN_ONE_LAYER) | {"layer_types": getattr(decoder, "mtp_layers_block_type", None) or usual}
+    fields = dict(_IN_ONE_LAYER) | {
+        "layer_types": _attention_of_head(decoder, path),
+        "mlp_layer_types": getattr(decoder, "mtp_mlp_layer_types", None) or [_MLP.get(decoder.model_type, "sparse")],
+    }
     decoder.update({name: value for name, value in fields.items() if getattr(decoder, name, None) is not None})
     decoder.update({"tie_word_embeddings": False, "architectures": None})
     if recurrent_layers(decoder) or (hasattr(decoder, "mtp_layers_block_type") and not attention_layers(decoder)):
@@ -237,3 +242,22 @@ def _of_head(config: PretrainedConfig, path: Path) -> PretrainedConfig:
             f"attention, experts or an mlp are computed"
         )
     return decoder
+
+
+def _attention_of_head(decoder: PretrainedConfig, path: Path) -> list[str]:
+    """Return the kinds of a head's layers. ValueError: config.json does not say which window they have."""
+    kinds: list[str] | None = getattr(decoder, "mtp_layers_block_type", None) or getattr(
+        decoder, "mtp_layer_types", None
+    )
+    if kinds is None and "sliding_attention" in layer_kinds(decoder):
+        raise ValueError(
+            f"model: {path} has layers with windows and no mtp_layer_types; heads are computed where this field says "
+            f"sliding_attention or full_attention"
+        )
+    windows = getattr(decoder, "mtp_sliding_windows", None)
+    if windows and kinds == ["sliding_attention"] and windows != [decoder.sliding_window]:
+        raise ValueError(
+            f"model: {path} has mtp_sliding_windows {windows}; heads with the decoder's window, "
+            f"{decoder.sliding_window} tokens, are computed"
+        )
+    return kinds or [INDEXED_TYPE if is_indexed(decoder) else "full_attention"]

@@ -15,13 +15,13 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import MtpModel
 from transformers.utils import logging
 
-from tests.workers.architectures import SERVED, build
+from tests.workers.architectures import SERVED, WINDOW, build
 from tests.workers.ranks import saved
 from tests.workers.replica.speculating import MAX_MODEL_LEN, VOCAB_SIZE
 
 logging.disable_progress_bar()
 
-_NUMBERED = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
+_NUMBERED = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3")
 """Models whose head is one more layer of `layers`."""
 _QWEN = {"enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden", "eh_proj": "fc", "post_norm": "norm"}
 _NEMOTRON = {each: f"layers.0.{each}" for each in ("enorm", "hnorm", "eh_proj")}
@@ -30,14 +30,26 @@ _ONE_INDEXED = {"num_hidden_layers": 1, "layer_types": ["indexed_attention"], "m
 _ALONE: dict[str, dict[str, Any]] = {
     "deepseek_v32": _ONE_INDEXED,
     "glm_moe_dsa": _ONE_INDEXED | {"indexer_types": ["full"]},
+    "exaone_moe": {"num_hidden_layers": 1, "layer_types": ["full_attention"], "mlp_layer_types": ["dense"]},
+    "hy_v3": {"num_hidden_layers": 1, "mlp_layer_types": ["sparse"]},
     "nemotron_h": {"layer_types": ["full_attention", "moe"]},
 }
 """Fields of the decoder that has a head's layers alone, for models whose layers `MtpModel` does not call right."""
+_WINDOWS: dict[str, dict[str, Any]] = {
+    "mellum": {"layer_types": ["sliding_attention", "full_attention"] * 2, "sliding_window": WINDOW}
+}
+"""Models whose head has a window, and layers with windows before it."""
+_PUBLISHED: dict[str, dict[str, Any]] = {
+    "exaone_moe": {"mtp_layer_types": ["full_attention"]},
+    "glm_moe_dsa": {"index_share_for_mtp_iteration": True},
+}
+"""What published configurations say of heads beside their number."""
 
 
 def target_of(name: str) -> PreTrainedModel:
     """Return a tiny random model, the same for each call."""
-    return build(name, SERVED[name] | {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_MODEL_LEN})
+    sizes = {"vocab_size": VOCAB_SIZE, "max_position_embeddings": MAX_MODEL_LEN}
+    return build(name, SERVED[name] | _WINDOWS.get(name, {}) | sizes)
 
 
 @cache
@@ -120,7 +132,8 @@ class MtpReference:
         for name, tensor in _per_expert(self.head.layers[0].state_dict(), is_stacked):
             part, _, rest = name.partition(".")
             if numbered:
-                own = "shared_head.norm.weight" if part == "post_norm" else name.removeprefix("mtp_block.")
+                last = "final_layernorm.weight" if config.model_type == "hy_v3" else "shared_head.norm.weight"
+                own = last if part == "post_norm" else name.removeprefix("mtp_block.")
                 found[f"model.layers.{config.num_hidden_layers}.{own}"] = tensor.clone()
             elif config.model_type == "nemotron_h":
                 found[f"mtp.{_NEMOTRON[part]}.{rest}"] = tensor.clone()
@@ -138,7 +151,7 @@ def _mtp_model(target: Any) -> MtpModel:
     decoder: Any = target.config.get_text_config(decoder=True)
     decoder.num_mtp_layers = 1
     if getattr(decoder, "layer_types", None):
-        decoder.mtp_layer_types = ["full_attention"]
+        decoder.mtp_layer_types = ["sliding_attention" if decoder.model_type == "mellum" else "full_attention"]
     if getattr(decoder, "mlp_layer_types", None):
         decoder.mtp_mlp_layer_types = ["sparse"]
     return MtpModel(target, 1)
@@ -160,10 +173,9 @@ def _per_expert(tensors: dict[str, Tensor], is_stacked: bool) -> Iterator[tuple[
 def write_checkpoint(folder: Path, name: str, *, is_stacked: bool = False) -> Path:
     """Write the model of `target_of` with its head."""
     saved(target_of(name), folder)
-    if name in _ALONE:  # whose classes in transformers do not write what published configurations say of heads
+    if name in _ALONE or name == "mellum":  # whose models here have no head, and do not write what those with one say
         file = folder / "config.json"
-        published = {"num_nextn_predict_layers": 1}
-        published |= {"index_share_for_mtp_iteration": True} if name == "glm_moe_dsa" else {}
+        published = {"num_nextn_predict_layers": 1} | _PUBLISHED.get(name, {})
         file.write_text(json.dumps(json.loads(file.read_text()) | published))
     add_tensors(folder, plain(name).tensors(is_stacked=is_stacked))
     return folder

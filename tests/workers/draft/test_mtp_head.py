@@ -35,8 +35,8 @@ from tests.workers.replica.speculating import (
 )
 from tests.workers.worker_groups import engine_of_ranks
 
-FAMILIES = ["deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "nemotron_h"]
-FAMILIES += ["qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"]
+FAMILIES = ["deepseek_v3", "deepseek_v32", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3"]
+FAMILIES += ["mellum", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"]
 HISTORIES = ["deepseek_v3", "glm_moe_dsa", "nemotron_h", "qwen3_5_text"]
 ERRORS = {"nemotron_h": 1e-3}  # of logprobs: Mamba-2's scan over a chunk, or over drafts, adds in another order
 
@@ -61,7 +61,7 @@ def check_drafts(noted: Noted, oracle: MtpReference, least: float = 1.0, first: 
     assert sum(same) >= least * len(same)
 
 
-@pytest.mark.parametrize("name", rest_in_soak(FAMILIES, *HISTORIES, "glm4_moe"))
+@pytest.mark.parametrize("name", rest_in_soak(FAMILIES, *HISTORIES, "exaone_moe", "glm4_moe", "hy_v3", "mellum"))
 def test_head_in_an_engine_drafts_as_transformers_at_every_step(tmp_path: Path, name: str) -> None:
     """Prompts come in chunks, streams join and leave, and some drafts are accepted, others not."""
     folder, reference, history = write_checkpoint(tmp_path, name), without(name, 5), History.random(5, NUM_REQUESTS)
@@ -310,6 +310,12 @@ def test_model_whose_head_is_not_computed_is_served_without_drafts(
     [
         ("qwen3_next", {"mtp_num_hidden_layers": 2}, "has 2 layers in its MTP head"),
         ("qwen3_next", {"mtp_use_dedicated_embeddings": True}, "has mtp_use_dedicated_embeddings"),
+        ("exaone_moe", {"mtp_layer_types": None}, "has layers with windows and no mtp_layer_types"),
+        (
+            "exaone_moe",
+            {"mtp_layer_types": ["sliding_attention"], "mtp_sliding_windows": [7]},
+            r"has mtp_sliding_windows .7.; heads with the decoder's window, 4096 tokens",
+        ),
         ("nemotron_h", {"mtp_layers_block_type": ["linear_attention", "moe"]}, "has mtp_layers_block_type .'linear"),
         ("nemotron_h", {"mtp_layers_block_type": ["moe"]}, "has mtp_layers_block_type .'moe'"),
     ],

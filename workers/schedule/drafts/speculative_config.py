@@ -9,13 +9,13 @@ Method: TypeAlias = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "
 METHODS: tuple[Method, ...] = ("ngram", "suffix", "draft_model", "eagle3", "mtp", "grammar")
 _OTHER_HEADS = ("eagle", "medusa", "mlp_speculator")
 _NAMES_OF_MTP = (
-    *("deepseek_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "nemotron_h_mtp"),
+    *("deepseek_mtp", "exaone_moe_mtp", "glm4_moe_mtp", "glm4_moe_lite_mtp", "hy_v3_mtp", "nemotron_h_mtp"),
     *("qwen3_next_mtp", "qwen3_5_mtp"),
 )
 """vLLM's older names of method mtp, by the families whose heads are computed."""
 _MTP_FAMILIES = (
-    *("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "nemotron_h"),
-    *("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
+    *("deepseek_v3", "deepseek_v32", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3", "mellum"),
+    *("nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"),
 )
 """Model types of decoders whose heads are computed."""
 _FIELDS_OF_OTHERS = {  # field: the methods that read it

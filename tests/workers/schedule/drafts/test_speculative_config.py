@@ -20,7 +20,7 @@ def test_vllm_config_of_a_head_is_accepted() -> None:
     assert SpeculativeConfig.model_validate(given).model_dump(include=set(given)) == given
 
 
-@pytest.mark.parametrize("method", ["mtp", "deepseek_mtp", "nemotron_h_mtp", "qwen3_next_mtp", "qwen3_5_mtp"])
+@pytest.mark.parametrize("method", ["mtp", "deepseek_mtp", "hy_v3_mtp", "nemotron_h_mtp", "qwen3_5_mtp"])
 def test_vllm_names_of_the_head_in_a_checkpoint_are_one_method(method: str) -> None:
     config = SpeculativeConfig.model_validate({"method": method, "num_speculative_tokens": 1})
     assert (config.method, config.model, config.num_speculative_tokens) == ("mtp", None, 1)
