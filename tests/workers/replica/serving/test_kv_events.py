@@ -1,16 +1,21 @@
 """KV events over ZMQ: a subscriber reads what a replica caches, and asks again for what it has missed."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from typing import Any
 
+import httpx
 import pytest
 from msgspec.msgpack import decode
 
 from crossdock.workers.replica.serving.kv_events import KVEventPublisher
 from crossdock.workers.report.kv_events import KVEventsConfig
 from crossdock.workers.schedule.memory.page_events import PageEvent, RemovedPages
-from tests.waiting import eventually
+from tests.cluster.ports import free_port
+from tests.waiting import eventually, until
 from tests.workers.replica.driven import driving
 from tests.workers.replica.sides import pair, prompts, ship, submission
 
@@ -193,6 +198,58 @@ async def test_events_of_a_served_replica_are_those_of_its_index() -> None:
             assert reader.read_until(publisher)[-1] == {"type": "AllBlocksCleared"}
         assert driven.metric("crossdock_kv_event_batches", outcome="published") == publisher.num_batches
         assert driven.metric("crossdock_kv_event_batches", outcome="lost") == 0
+
+
+@pytest.mark.skipif(not find_spec("dynamo"), reason="needs Dynamo's indexer: pip install --no-deps ai-dynamo-runtime")
+async def test_indexer_of_dynamo_finds_the_pages_of_a_served_replica() -> None:
+    """It subscribes as to vLLM's replicas, and asks for what was published before."""
+    async with driving(kv_events_config=ANY_PORT | {"topic": ""}) as driven:
+        publisher = driven.thread.kv_events
+        assert publisher is not None
+        prompts = [[4, *(3 + i % 100 for i in range(99))], [5, *(3 + i % 100 for i in range(49))]]
+        await driven.run("a", 100)
+        with indexer_of_dynamo(publisher, driven.engine.config.page_size) as found:
+            await driven.run("b", 50)
+            await until(lambda: _heard(publisher) and [found(each) for each in prompts] == [96, 48])
+            assert found([*prompts[0][:40], *prompts[1]]) == 32
+            assert found(prompts[0][1:]) == 0
+            await driven.thread.call(driven.engine.pages.block_pool.clear_cache)
+            await driven.thread.call(_nothing)
+            await until(lambda: [found(each) for each in prompts] == [0, 0])
+
+
+def _heard(publisher: KVEventPublisher) -> bool:
+    """Publish a batch, from whose number a subscriber sees what it has missed."""
+    publisher.publish([RemovedPages([])])
+    return True
+
+
+@contextmanager
+def indexer_of_dynamo(publisher: KVEventPublisher, page_size: int) -> Iterator[Callable[[list[int]], int]]:
+    """Start an indexer that reads the events of one replica. Yield how many first tokens of a prompt it knows there."""
+    url = f"http://127.0.0.1:{free_port()}"
+    command = [sys.executable, "-m", "dynamo.indexer", "--port", url.rpartition(":")[2]]
+    model = {"model_name": "tiny"}
+    replica = {"instance_id": 1, "block_size": page_size, "dp_rank": 0, **model}
+    for name, address in (("endpoint", publisher.endpoint), ("replay_endpoint", publisher.replay_endpoint)):
+        replica[name] = f"{address}".replace("0.0.0.0", "127.0.0.1")
+    with subprocess.Popen(command) as process, httpx.Client(base_url=url, timeout=60) as client:
+
+        def is_up() -> bool:
+            with suppress(httpx.TransportError):
+                return client.get("/workers").is_success
+            return False
+
+        def known(tokens: list[int]) -> int:
+            answer = client.post("/query", json={"token_ids": tokens, **model}).raise_for_status().json()
+            return int(answer["scores"].get("1", {}).get("0", 0))
+
+        try:
+            eventually(is_up)
+            client.post("/register", json=replica).raise_for_status()
+            yield known
+        finally:
+            process.kill()
 
 
 async def test_events_of_a_served_replica_say_which_pages_its_host_memory_has() -> None:
