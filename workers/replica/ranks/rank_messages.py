@@ -83,7 +83,14 @@ class LookForParts(Record, frozen=True):
     """Look which parts have come to this rank's folder and which have gone, and report `FilesCalled`."""
 
 
-FileCall: TypeAlias = WritePart | LoadPart | LookForParts
+class ExpectParts(Record, frozen=True):
+    """Note which parts will be loaded next, in this order, and report `FilesCalled`. Parts that were noted before are
+    forgotten."""
+
+    pages: tuple[PageName, ...]
+
+
+FileCall: TypeAlias = WritePart | LoadPart | LookForParts | ExpectParts
 """A call of a rank's files. It is made beside the other messages, not behind them."""
 
 

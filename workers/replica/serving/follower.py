@@ -28,12 +28,11 @@ from crossdock.workers.replica.ranks.rank_messages import (
     DockOpened,
     DropAdapter,
     EndRank,
+    FileCall,
     FilesCalled,
     FollowerMessage,
     JoinWorkerGroup,
     LoadAdapter,
-    LoadPart,
-    LookForParts,
     MalformedRankMessage,
     OpenDock,
     OpenFiles,
@@ -46,7 +45,6 @@ from crossdock.workers.replica.ranks.rank_messages import (
     RunStep,
     WeightMethod,
     WeightsCalled,
-    WritePart,
     decode_driver_message,
     encode,
 )
@@ -215,7 +213,7 @@ def _listen(link: RankSocket, parts: PartKeeper) -> queue.SimpleQueue[OrderedMes
         try:
             while True:
                 message = decode_driver_message(link.receive())
-                if isinstance(message, WritePart | LoadPart | LookForParts):
+                if isinstance(message, FileCall):
                     parts.call(message)
                     continue
                 inbox.put(message)

@@ -9,7 +9,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from crossdock.workers.replica.ranks.rank_messages import FileCall, FilesCalled, LoadPart, LookForParts, WritePart
+from crossdock.workers.replica.ranks.rank_messages import (
+    ExpectParts,
+    FileCall,
+    FilesCalled,
+    LoadPart,
+    LookForParts,
+    WritePart,
+)
 from crossdock.workers.replica.ranks.worker_group import WorkerGroup
 from crossdock.workers.replica.tiers.file_tier import FileTier
 from crossdock.workers.replica.tiers.object_tier import ObjectTier, is_store
@@ -105,8 +112,13 @@ class PageFiles:
         return deleted.union(*(map(page_of, each.gone) for each in others))
 
     def expect(self, keys: Sequence[PageKey]) -> None:
-        """Tell which pages this rank will load next, in this order."""
+        """Tell which pages will be loaded next, in this order: each rank reads its own parts ahead.
+
+        OSError: a rank has not heard it.
+        """
+        answers = self._call(ExpectParts(tuple(map(name_of, keys))))
         self._own.expect(keys)
+        _check(answers())
 
     def load(self, key: PageKey, slots: Sequence[int], pages: Sequence[int], mark: int) -> bool:
         """Fill pages of the pool on all ranks, by way of slots, which follow each other. False: one rank's part is not

@@ -144,10 +144,7 @@ class PageThread:
         counts = [0, 0]
         seconds = [0.0, 0.0]
         lost = None
-        error = ""
-        if self._files is not None:
-            in_order = range(len(load.pages)) if load.tail is None else reversed(range(len(load.pages)))
-            self._files.expect([load.pages[number].key for number in in_order if slots[number] is None])
+        error = self._expect(load, slots)
         while lost is None and (number := load.take()) is not None:
             each = load.pages[number]
             held = slots[number]
@@ -171,6 +168,17 @@ class PageThread:
             seconds[is_in_file] += time.perf_counter() - started
         self._log_once("a page is not loaded", error)
         return Loaded(load, slots, (counts[0], seconds[0]), (counts[1], seconds[1]), lost)
+
+    def _expect(self, load: PrefixLoad, slots: Sequence[Slots]) -> str:
+        """Tell the files which pages a load will read. Returns why that has failed; empty: it has not."""
+        in_order = range(len(load.pages)) if load.tail is None else reversed(range(len(load.pages)))
+        keys = [load.pages[number].key for number in in_order if slots[number] is None]
+        if self._files is not None and keys:
+            try:
+                self._files.expect(keys)
+            except Exception as reason:
+                return _text(reason)
+        return ""
 
     def _log_once(self, what: str, error: str) -> None:
         """Log why something has failed, unless it failed for the same reason the last time."""

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 
 from crossdock.workers.replica.ranks.rank_messages import (
+    ExpectParts,
     FileCall,
     FilesCalled,
     LoadPart,
@@ -73,6 +74,9 @@ class PartKeeper:
                 self._reach(after, wait)
                 deleted = files.write(page_of(page), slots, after)
                 return FilesCalled("", True, (), _names(deleted))
+            case ExpectParts(pages):
+                files.expect([page_of(page) for page in pages])
+                return FilesCalled("", True, (), ())
             case LoadPart(page, slots, pages, after):
                 self._reach(after, wait)
                 is_done = files.load(page_of(page), slots, pages, after)

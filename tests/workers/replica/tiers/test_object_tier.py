@@ -214,11 +214,16 @@ def set_environment(values: dict[str, str]) -> None:
     os.environ.update(values)
 
 
-def test_ranks_keep_their_parts_in_objects_of_their_own(server: ObjectServer, ranks: Ranks, tmp_path: Path) -> None:
+def give_environment(ranks: Ranks) -> None:
+    """Let the other ranks find the server."""
     names = [name for name in os.environ if name.startswith(("AWS_", "SSL_"))]
     for number in range(len(ranks.processes)):
         ranks.start(number, set_environment, {name: os.environ[name] for name in names})
         ranks.answer(number)
+
+
+def test_ranks_keep_their_parts_in_objects_of_their_own(server: ObjectServer, ranks: Ranks, tmp_path: Path) -> None:
+    give_environment(ranks)
     module = build("llama", {})
     path = saved(module, tmp_path)
     expected = generated(module, PROMPTS[:2], 5)
@@ -232,3 +237,21 @@ def test_ranks_keep_their_parts_in_objects_of_their_own(server: ObjectServer, ra
         assert answers(again, PROMPTS[:2]) == (expected, [88, 88])
         assert again.tiers is not None
         assert again.tiers.counts()[0].missed == 0
+
+
+def test_each_rank_reads_its_parts_ahead(
+    server: ObjectServer, ranks: Ranks, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The driver fetches one after the other here, so that what is fetched at once is what the other rank reads."""
+    monkeypatch.setattr(object_tier, "_FETCHES", 1)
+    give_environment(ranks)
+    module = build("llama", {})
+    path = saved(module, tmp_path)
+    expected = generated(module, PROMPTS[:1], 5)
+    with engine_with_files(ranks, path, TWO, URL) as engine:
+        assert answers(engine, PROMPTS[:1]) == (expected, [0])
+        offer_all(engine)
+    server.delay_s = 0.05
+    with engine_with_files(ranks, path, TWO, URL) as again:
+        assert answers(again, PROMPTS[:1]) == (expected, [88])
+    assert server.most_at_once > 4
