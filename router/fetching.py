@@ -80,7 +80,7 @@ def with_sources(
     if most <= cached.take(first).min():  # none has more than others, as of a text before all prompts
         return Sources(_alternatives(here, here.ttft[:0], cached, first))
     due = due_s(here, slo, first)
-    costs = prompt_costs(slo, due, here.ttft, here.prefill, here.prompt_lateness)
+    costs = prompt_costs(slo, due, here)
     saved = saved_seconds(loads, cached, np.maximum(most - cached, 0.0))
     tried = least(first.compress(saved.take(first) > 0), costs - (slo.weight + 1) * saved, FETCH_CANDIDATES)
     before = here.ttft.take(tried) - here.prefill.take(tried) / here.prompt_share.take(tried)
@@ -104,7 +104,7 @@ def with_sources(
     fetched = predict(tried, held[best])
     before = fetched.ttft - fetched.prefill / fetched.prompt_share
     fetched.ttft += np.maximum(arrival[best, at] - before, 0.0)
-    is_better = prompt_costs(slo, due, fetched.ttft, fetched.prefill, fetched.prompt_lateness) < costs[tried]
+    is_better = prompt_costs(slo, due, fetched) < costs[tried]
     is_better &= fetched.room_wait <= 0  # a replica that lacks room declines the offered pages
     alternatives = _alternatives(here, fetched.ttft, cached, first)
     here.improve(fetched, tried, is_better)

@@ -40,7 +40,7 @@ def with_loads(
     first = candidates.first
     slots: Slots = first.compress(more.take(first) > 0)
     if len(slots) > LOAD_CANDIDATES:
-        costs = prompt_costs(slo, due_s(here, slo, first), here.ttft, here.prefill, here.prompt_lateness)
+        costs = prompt_costs(slo, due_s(here, slo, first), here)
         slots = least(slots, costs - (slo.weight + 1) * saved_seconds(loads, cached, more), LOAD_CANDIDATES)
     if not len(slots):
         return cached, slots

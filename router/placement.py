@@ -165,7 +165,7 @@ def check_promise(
 def _costs(query: Query, prediction: Prediction[Floats], slo: SloClass, due: float) -> tuple[Floats, Floats]:
     """Return the costs, in weighted seconds `[slot]`, of computing the prompt and of making the output."""
     output = query.expected_output
-    prompt = prompt_costs(slo, due, prediction.ttft, prediction.prefill, prediction.prompt_lateness)
+    prompt = prompt_costs(slo, due, prediction)
     pace = slo.weight * DECODE_WEIGHT * output * prediction.gap
     decode: Floats = pace + prediction.decode_work + LATE_WEIGHT * prediction.decode_lateness
     return prompt, decode
@@ -176,10 +176,13 @@ def due_s(prediction: PromptPrediction[Floats], slo: SloClass, first: Slots) -> 
     return DEADLINE_SHARE * slo.ttft_deadline(float(prediction.alone.take(first).min()))
 
 
-def prompt_costs(slo: SloClass, due: float, ttft: Floats, work: Floats, lateness: Floats) -> Floats:
-    """Return the weighted seconds of computing a prompt: until its token, of `work`, and of `lateness` of streams."""
+def prompt_costs(slo: SloClass, due: float, prediction: PromptPrediction[Floats]) -> Floats:
+    """Return the weighted seconds of computing a prompt: until its token, of its work, and of lateness.
+
+    The seconds by which longer prompts come later count, also as lateness, as if the prompt itself came later."""
+    ttft = prediction.ttft + prediction.delays
     late = slo.weight * np.maximum(ttft - due, 0.0)
-    costs: Floats = slo.weight * ttft + work + LATE_WEIGHT * (late + lateness)
+    costs: Floats = slo.weight * ttft + prediction.prefill + LATE_WEIGHT * (late + prediction.prompt_lateness)
     return costs
 
 

@@ -54,11 +54,12 @@ class PromptPrediction(Generic[Figure]):
 
     prefill: Figure  # of the replica's time for the uncached part of the prompt, with the pictures that it encodes
     alone: Figure  # to the first token if the replica has nothing else to do
-    admission_ttft: Figure  # to the first token, as the replica's own admission computes that
+    admission_ttft: Figure  # to the first token with `delays`, as the replica's own admission computes that
     ttft: Figure  # to the first token
     chunk: Figure  # no seconds: tokens of the prompt that a step holds, if the replica has nothing else to do
     prompt_share: Figure  # no seconds: share of the replica's time that the prompt gets
     prompt_lateness: Figure  # by which the prompt makes running streams late, weighted by class
+    delays: Figure  # by which it delays the first tokens of longer prompts of its class, of all together
     room_wait: Figure  # until a place and pages are free for the request
 
     def improve(self, other: "PromptPrediction[Figure]", slots: Slots, is_better: NDArray[np.bool_]) -> None:
@@ -97,7 +98,7 @@ def with_output(
     late = _decode_lateness(loads, loads.classes[loads.priority_of(query.slo_class)], gap, output)
     work = output * token * loads.pipeline.interval_share
     seconds = prompt.prefill, prompt.alone, prompt.admission_ttft, prompt.ttft, prompt.chunk, prompt.prompt_share
-    return Prediction(*seconds, prompt.prompt_lateness, prompt.room_wait, evicted, gap, late, work)
+    return Prediction(*seconds, prompt.prompt_lateness, prompt.delays, prompt.room_wait, evicted, gap, late, work)
 
 
 def predict_prompt(
@@ -135,7 +136,7 @@ def predict_prompt(
         own += encoder * loads.pipeline.interval_share
         prompt_lateness += _encoder_lateness(loads, priority, rest, encoder, num_items)
     drain = drain_seconds(loads.cost, *steps)
-    ahead = _backlog_ahead(loads, priority, age, own, fair)
+    ahead, delays = _backlog_ahead(loads, priority, age, own, fair)
     behind = ahead + own
     output = query.expected_output
     room_wait = nothing_like(rest) if held is None else _room_wait(loads, priority, num_tokens - held + output, age)
@@ -150,11 +151,12 @@ def predict_prompt(
     return PromptPrediction(
         prefill=own,
         alone=own + drain,
-        admission_ttft=first_token_seconds(ahead, own, known_pace, drain, 0.0, 0.0, larger),
+        admission_ttft=first_token_seconds(ahead, own, known_pace, drain, 0.0, 0.0, larger) + delays * known_pace,
         ttft=first_token_seconds(ahead, own, pace, drain, not_before, loads.joins.filled_step, larger),
         chunk=chunk,
         prompt_share=1 / pace,
         prompt_lateness=prompt_lateness,
+        delays=delays * pace,
         room_wait=room_wait,
     )
 
@@ -172,8 +174,9 @@ def _encoder_seconds(loads: Any, items: Sequence[tuple[int, int, int]], cached: 
 
 def _backlog_ahead(
     loads: Figures[Figure], priority: int, age: Figure, own: Figure, fair: Callable[[Figure, Figure], Figure] | None
-) -> Figure:
-    """Return the seconds of waiting prompts that go before a prompt of `own` seconds.
+) -> tuple[Figure, Figure]:
+    """Return the seconds of waiting prompts that go before a prompt of `own` seconds, and the seconds by which it
+    delays others.
 
     Since a replica last reported, it has worked off some of what it reported."""
     larger = loads.cost.larger
@@ -183,13 +186,15 @@ def _backlog_ahead(
     urgent_booked = loads.queue.urgent_booked[priority]
     ahead = larger(urgent - done, 0.0)
     most = None if fair is None else ahead + urgent_booked + fair(own, larger(done - urgent, 0.0))
-    # Prompts of the same class share the time: each delays this one by this one's own length at most.
+    delays = nothing_like(own)
     reported, booked = loads.waiting(priority)
     done = done - urgent
     if len(reported[0]):
         total = total_of(reported[1])
         left = smaller(larger(1 - done / larger(total, 1e-9), 0.0), 1.0)
-        ahead += seconds_of_equals(reported[0], reported[1], own, loads.cost, left)
+        before, after = seconds_of_equals(reported[0], reported[1], own, loads.cost, left)
+        ahead += before
+        delays += after
         done -= total
     # Booked prompts are computed after those, and not before the step ended that ran as the first one was booked.
     if len(reported[0]) or len(booked[0]) or largest(urgent_booked) > 0:
@@ -199,8 +204,14 @@ def _backlog_ahead(
         ahead += larger(urgent_booked - done, 0.0)
         left = 1 - (done - urgent_booked) / larger(total_of(booked[1]), 1e-9)
         left = smaller(larger(left, 0.0), 1.0)
-        ahead += seconds_of_equals(booked[0], booked[1], own, loads.cost, left)
-    return ahead if most is None else np.where(np.isnan(most), ahead, most)
+        before, after = seconds_of_equals(booked[0], booked[1], own, loads.cost, left)
+        ahead += before
+        delays += after
+    if most is None:
+        return ahead, delays
+    has_no_rival = np.isnan(most)  # elsewhere its tenant's turns decide what goes before
+    chosen = loads.cost.chosen
+    return chosen(has_no_rival, ahead, most), chosen(has_no_rival, delays, 0.0)
 
 
 def lacks_room(loads: Figures[Figure], priority: int, tokens: Figure | float, age: Figure) -> Any:

@@ -1,6 +1,8 @@
 """Predicted times are those of the replicas' own schedulers."""
 
 import random
+from bisect import bisect
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +12,7 @@ from hypothesis import strategies as st
 
 from crossdock.router.fleet import Fleet
 from crossdock.router.query import Query
-from crossdock.workers.report.live_profile import Prompts
+from crossdock.workers.report.live_profile import LENGTHS, Prompts
 from crossdock.workers.report.publisher import Publisher
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.policies.chunk_policies import POLICIES, Meaning
@@ -33,9 +35,9 @@ def predicted_ttft(fleet: Fleet, request: Query, now: float = 0.0) -> float:
 
 @given(st.randoms(use_true_random=False))
 @settings(deadline=None, max_examples=80)
-def test_ttft_behind_a_backlog_bounds_the_schedulers_own_prediction(rng: random.Random) -> None:
-    """A live profile has prompts by class and length only. Each prompt of the same class and about the same length may
-    count as long as the new one: the router predicts at least what the scheduler does, and at most that much more."""
+def test_ttft_behind_a_backlog_is_the_schedulers_own_prediction(rng: random.Random) -> None:
+    """A live profile has prompts by class and length only. Where a group has both shorter and longer prompts than the
+    new one, the router takes all of them to go before it, or none."""
     policy = rng.choice(["adaptive", "fixed"])
     depth = rng.choice([1, 1, 2, 4])
     pipeline = {"pipeline_parallel_size": depth, "interval_share": rng.choice([1 / depth, 1.0])}
@@ -52,14 +54,31 @@ def test_ttft_behind_a_backlog_bounds_the_schedulers_own_prediction(rng: random.
     prompt = [99, *range(rng.choice([10, 100, 1000, 4000]))]
     request = Request(Submission("new", prompt, SamplingParams(max_tokens=50), slo_class=rng.choice(CLASSES)))
     request.priority = CLASSES.index(request.slo_class)
-    exact, own = replica.scheduler.forecast.ttft(request)
+    exact = replica.scheduler.forecast.ttft(request)
     found = predicted_ttft(fleet, Query("new", len(prompt), slo_class=request.slo_class, max_tokens=50))
-    peers = [other for other in replica.scheduler.table.prefills() if other.priority == request.priority]
-    slack = sum(max(own - replica.scheduler.forecast.prefill_seconds(other), 0.0) for other in peers)
-    assert exact <= found + 1e-9
-    assert found <= exact + slack / 0.05 + 1e-9
-    if not peers:
-        assert found == pytest.approx(exact)
+    own = replica.scheduler.forecast.prefill_seconds(request)
+    groups = dict[int, list[float]]()
+    for other in replica.scheduler.table.prefills():
+        if other.priority == request.priority:
+            seconds = replica.scheduler.forecast.prefill_seconds(other)
+            groups.setdefault(bisect(LENGTHS, seconds), []).append(seconds)
+    slack = sum(sum(group) for group in groups.values() if min(group) <= own < max(group))
+    assert found == pytest.approx(exact.ttft, abs=slack / 0.05 + 1e-9)
+
+
+@pytest.mark.parametrize("waiting", [(4000, 4000, 4000), (300, 4000, 4000), (300, 300)])
+def test_prompt_behind_others_has_its_token_after_the_shorter_ones_alone(waiting: Sequence[int]) -> None:
+    replica = Replica(profile(cost=LONG_STEPS))
+    fleet = fleet_of({"a": replica.profile})
+    for number, num_tokens in enumerate(waiting):
+        replica.add(f"{number}", [number] * num_tokens)
+    replica.report(fleet, "a", 0.0)
+    predicted = predicted_ttft(fleet, query("new", 1000))
+    replica.add("new", [9] * 1000)
+    replica.step_until_token("new")
+    assert predicted == pytest.approx(
+        replica.now, abs=LONG_STEPS.chunk_step_seconds(0, 512)
+    )  # others fill its last step
 
 
 @given(st.randoms(use_true_random=False))
@@ -447,7 +466,7 @@ def test_reported_backlog_shrinks_while_the_replica_is_silent() -> None:
     request = query("new", 5000)
     own = LONG_STEPS.prefill_seconds(0, 5000, 512)
     found = [predicted_ttft(fleet, request, now) for now in (0.0, 2.0, 2.75, 2.9)]
-    assert found == pytest.approx([2 * own, 2 * own, own + 0.25, own + 0.1])  # its own length at most: both share
+    assert found == pytest.approx([own, own, own + 0.25, own + 0.1])  # the shorter rest goes first
     place(fleet, request, 2.9)  # the replica has not begun this one
     assert predicted_ttft(fleet, query("other", 5000), 2.9) == pytest.approx(2 * own + 0.1)
 

@@ -46,7 +46,7 @@ def test_ttft_of_a_tenant_is_at_least_what_its_scheduler_predicts(rng: random.Ra
     weight = weights.get(tenant, 2.0)
     request = Request(Submission("new", PROMPT, sampling, slo_class=slo_class, tenant=tenant, weight=weight))
     request.priority = CLASSES.index(slo_class)
-    exact, _ = replica.scheduler.forecast.ttft(request)
+    exact = replica.scheduler.forecast.ttft(request).ttft
     own = Query("new", 400, slo_class=slo_class, max_tokens=50, tenant=tenant, weight=weight)
     assert fleet.choose(own, 0.0).predicted_ttft >= exact - _not_told(replica, request, weights) - 1e-9
 

@@ -13,7 +13,7 @@ from crossdock.workers.schedule.request.page_hashes import PageHash
 from crossdock.workers.schedule.request.weight_version import WeightVersion
 
 LENGTHS = tuple(4.0**power for power in range(-3, 4))
-"""Seconds that divide prompts by length, 16 ms to 64 s: a prompt delays another by at most the shorter of the two.
+"""Seconds that divide prompts by length, 16 ms to 64 s: shorter prompts go before a new one, and longer ones after it.
 
 With factors of 4 between them, eight groups per class span all prompts, and a live profile stays below 1,000 bytes.
 """

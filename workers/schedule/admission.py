@@ -63,16 +63,18 @@ def promise(table: RequestTable, forecast: Forecast, request: Request, load_s: f
     """Note when the first token of a new request will come and when it is due. `load_s`: until its pages are loaded.
 
     Raises:
-        Overloaded: the first token would come too late, and `admission` is `reject`. An idle replica refuses none. No
-            replica refuses a request that names no class, or that another replica has accepted.
+        Overloaded: the first token would come too late, and `admission` is `reject`. The seconds by which the prompt
+            delays longer ones count, too: shorter prompts that come later will delay it as well. An idle replica
+            refuses none. No replica refuses a request that names no class, or that another replica has accepted.
     """
     if forecast.cost is None:
         return
-    ttft, alone = forecast.ttft(request)
-    request.predicted_ttft = max(ttft, load_s + alone)  # pages are loaded while other prompts are computed
+    ttft, delays, alone = forecast.ttft(request)
+    loaded = load_s + alone  # pages are loaded while other prompts are computed
+    request.predicted_ttft = max(ttft, loaded)
     slo = table.config.slo_classes[request.priority]
-    request.ttft_deadline = deadline = slo.ttft_deadline(load_s + alone)
-    late = request.predicted_ttft - deadline
+    request.ttft_deadline = deadline = slo.ttft_deadline(loaded)
+    late = max(ttft + delays, loaded) - deadline
     asked = request.submission
     may_refuse = asked.may_refuse and asked.is_promised and table.config.admission == "reject"
     if late > 0 and may_refuse and table.has_work:

@@ -28,6 +28,7 @@ from crossdock.workers.schedule.request.slo import SloClass
 
 _NO_LIMIT_S = 1e9
 _LEAST_S = 1e-12  # of a token
+_EQUAL = 1 + 1e-9  # ratio below which lengths are the same: sums of equal prompts differ in their last digits
 
 # -- a prompt alone ------------------------------------------------------------------------------------------------
 
@@ -181,17 +182,27 @@ class Sharing(NamedTuple):
 # -- prompts behind others -----------------------------------------------------------------------------------------
 
 
-def seconds_of_equals(counts: Any, seconds: Any, own: Any, cost: CostFormula[Any], left: Any = 1.0) -> Any:
-    """Return the seconds by which prompts of the same urgency delay a prompt of `own` seconds.
+def seconds_of_equals(counts: Any, seconds: Any, own: Any, cost: CostFormula[Any], left: Any = 1.0) -> tuple[Any, Any]:
+    """Return the seconds of prompts of the same urgency that go before a prompt of `own` seconds, and the seconds by
+    which the prompt delays others of them.
 
-    They share the time, as under processor sharing: each delays the prompt by at most the prompt's own length.
-    `counts`, `seconds`: of groups of prompts, `[group]` or `[group, replica]`. `left`: share of the seconds that is not
-    computed yet.
+    The shortest rest goes first (`order_prefills`). So prompts with no more left go before it; each of the others
+    waits `own` seconds longer. `counts`, `seconds`: of groups of prompts, `[group]` or `[group, replica]`. `left`:
+    share of the seconds that is not computed yet.
     """
     if isinstance(counts, np.ndarray):
-        return total_of(cost.smaller(seconds * left, counts * own))
-    groups = zip(counts, seconds, strict=True)
-    return total_of([cost.smaller(each * left, count * own) for count, each in groups])
+        rest, later = seconds * left, counts * own
+        goes_before = rest <= later * _EQUAL
+        before = total_of(cost.chosen(goes_before, rest, 0.0))
+        return before, total_of(cost.chosen(goes_before, 0.0, later))
+    before, after = 0.0, 0.0
+    for count, each in zip(counts, seconds, strict=True):
+        rest, later = each * left, count * own
+        if rest <= later * _EQUAL:
+            before = before + rest
+        else:
+            after = after + later
+    return before, after
 
 
 def rivals_seconds(turns: Any, rivals: Iterable[tuple[float, float, float]]) -> Any:

@@ -36,6 +36,14 @@ class PromptGroup(NamedTuple):
     seconds: list[float]
 
 
+class FirstToken(NamedTuple):
+    """Predicts the first token of a prompt, in seconds."""
+
+    ttft: float  # until it comes
+    delays: float  # by which it delays the first tokens of longer prompts of its turn, of all together
+    alone: float  # until it would come on an idle replica
+
+
 _Groups: TypeAlias = dict[tuple[tuple[int, int], int, str], PromptGroup]
 """By turn, class and tenant."""
 
@@ -68,8 +76,8 @@ class Forecast:
         """Return the factor by which some steps take longer than predicted while the pipeline is full."""
         return overrun_when_full(self.overrun, self.depth, self.interval_share)
 
-    def ttft(self, request: Request) -> tuple[float, float]:
-        """Return the seconds until a new request's first token, now and on an idle replica; (0, 0) without a cost."""
+    def ttft(self, request: Request) -> FirstToken:
+        """Return when a new request's first token would come; without a cost after 0 seconds."""
         own = self.prefill_seconds(request)
         drain = self._drain_seconds(request)
         turns = own  # seconds of the class until the prompt of the request is computed, without those of other tenants
@@ -85,12 +93,13 @@ class Forecast:
                 turns += sum(group.seconds) if turn[0] == request.priority else 0.0
             elif turn == request.urgency:
                 equals += group.seconds
+        delays = 0.0
         if self.cost is not None:
-            of_equals = seconds_of_equals([1.0] * len(equals), equals, own, self.cost)
+            of_equals, delays = seconds_of_equals([1.0] * len(equals), equals, own, self.cost)
             of_rivals = self._rivals_before(request, rivals, turns + of_equals) if rivals else 0.0
             ahead += of_equals + of_rivals + self.in_flight_seconds()
         pace = self._pace(request.priority, ahead + own)
-        return first_token_seconds(ahead, own, pace, drain, 0.0, 0.0, max), own + drain
+        return FirstToken(first_token_seconds(ahead, own, pace, drain, 0.0, 0.0, max), delays * pace, own + drain)
 
     def _rivals_before(self, request: Request, rivals: Iterable[tuple[Request, float]], own_seconds: float) -> float:
         """Return the seconds that other tenants' prompts get until a request's tenant has had `own_seconds` more."""

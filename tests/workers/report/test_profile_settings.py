@@ -13,10 +13,10 @@ from crossdock.workers.schedule.request.slo import SloClass
 NOT_ADVERTISED = {
     "mixed_chunks": "off for comparisons alone: predictions take steps as mixed",
     "long_prefill_token_threshold": "what it takes from the chunks of a long prompt goes to other prompts of the step",
-    "max_num_partial_prefills": "which prompts share a step: predictions take that prompts of a class share the time",
+    "max_num_partial_prefills": "which prompts share a step: predictions take that a shorter one goes first",
     "max_long_partial_prefills": "as max_num_partial_prefills",
-    "short_lane_share": "which prompts share a step: predictions delay a prompt by no more than its own length",
-    "prefill_order": "fcfs is for comparisons alone: predictions take the order of classes",
+    "short_lane_share": "which prompts share a step: predictions let a short prompt pass longer ones at once",
+    "prefill_order": "fcfs is for comparisons alone: predictions take the shortest rest of the most urgent class first",
     "starvation_s": "a request that starves has waited for a minute, which predictions do not reach",
     "default_slo_class": "an ingress gives each request its class before a replica is chosen",
 }

@@ -3,10 +3,12 @@
 from collections.abc import Sequence
 from typing import ClassVar
 
+import numpy as np
 import pytest
 
 from crossdock.workers.schedule.admission import reserved_slots
 from crossdock.workers.schedule.cost.cost import StepCost
+from crossdock.workers.schedule.cost.formula import StepCosts
 from crossdock.workers.schedule.first_token import first_token_seconds, pace_of, seconds_of_equals
 from crossdock.workers.schedule.forecast import Forecast
 from crossdock.workers.schedule.policies.chunk_policies import NOTHING_LENT
@@ -69,17 +71,36 @@ def test_unknown_class_is_refused_by_field() -> None:
         new_timed_replica().add("a", 3, "gold")
 
 
-def test_prompt_waits_for_more_urgent_ones_and_shares_with_its_class() -> None:
+def test_prompt_waits_for_more_urgent_ones_and_for_shorter_ones_of_its_class() -> None:
     def predicted(own: float, urgent: float = 0.0, equals: Sequence[float] = (), share: float = 1.0) -> float:
-        ahead = urgent + seconds_of_equals([1.0] * len(equals), equals, own, COST)
+        ahead = urgent + seconds_of_equals([1.0] * len(equals), equals, own, COST)[0]
         pace = pace_of(share, NOTHING_LENT, ahead + own, max)
         return float(first_token_seconds(ahead, own, pace, 0.0, 0.0, 0.0, max))
 
     assert predicted(1.0) == 1.0
     assert predicted(1.0, urgent=5.0) == 6.0
-    assert predicted(1.0, equals=[5.0, 0.2]) == pytest.approx(2.2)
+    assert predicted(1.0, equals=[5.0, 0.2, 1.0]) == pytest.approx(2.2)
     assert predicted(1.0, share=0.5) == 2.0
     assert predicted(1.0, share=0.0) < 100, "streams never stop prompts for good"
+
+
+def test_equal_prompts_go_before_one_that_comes_later_however_their_seconds_round() -> None:
+    own = 0.1
+    seconds = sum([own] * 60)
+    assert seconds != 60 * own
+    for factor in (1.0, 1.0 - 1e-15, 1.0 + 1e-15):
+        assert seconds_of_equals([60.0], [seconds * factor], own, COST) == (seconds * factor, 0.0)
+
+
+@pytest.mark.parametrize("left", [1.0, 0.1])
+def test_prompt_delays_each_longer_one_by_its_own_seconds(left: float) -> None:
+    """Groups of prompts, at one replica and at two alike."""
+    counts, seconds, own = [2.0, 1.0, 3.0], [10.0, 0.2, 3.0], 1.0
+    found = seconds_of_equals(counts, seconds, own, COST, left)
+    assert found == pytest.approx((0.2 + 3.0, 2 * own) if left == 1.0 else (0.1 * 13.2, 0.0))
+    arrays = [np.array([figures, figures]).T for figures in (counts, seconds)]
+    of_two = seconds_of_equals(*arrays, np.array([own, own]), StepCosts(*np.array([COST.coefficients] * 2).T), left)
+    assert np.array(of_two).T.tolist() == [[*found], [*found]]
 
 
 @pytest.mark.parametrize("policy", ["adaptive", "fixed"])
