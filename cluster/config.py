@@ -18,7 +18,14 @@ from crossdock.cluster.api.http.keys import check_keys
 from crossdock.router.fleet import RouterConfig
 from crossdock.router.scaling import ScalingConfig
 from crossdock.workers.model.weights.checkpoint import model_name, resolve_model
-from crossdock.workers.replica.config import Device, EmulatedDevice, EngineConfig, ReplicaSpec, TransferConfig
+from crossdock.workers.replica.config import (
+    Device,
+    EmulatedDevice,
+    EngineConfig,
+    EplbConfig,
+    ReplicaSpec,
+    TransferConfig,
+)
 from crossdock.workers.report.presets import estimate, is_gpu, stored_profile, time_scale
 from crossdock.workers.report.profile import NO_ENCODE_POOLS, Role
 
@@ -119,6 +126,13 @@ class PoolConfig(BaseModel):
         False,
         description="Whole experts on each of the ranks that divide a layer, in place of a slice of every expert.",
     )
+    enable_eplb: bool = Field(
+        False, description="Move whole experts between ranks by counted rows, and copy hot ones (eplb_config)."
+    )
+    eplb_config: EplbConfig = Field(
+        default_factory=lambda: EplbConfig.model_validate({}),
+        description="How many copies experts have and when they move, as JSON with vLLM's names.",
+    )
     placement: Literal["STRICT_PACK", "PACK", "SPREAD", "STRICT_SPREAD"] = Field(
         "STRICT_PACK", description="How a replica's ranks share nodes: a strategy of Ray's placement groups."
     )
@@ -141,6 +155,11 @@ class PoolConfig(BaseModel):
         description="Profile whose seconds the replicas take instead of computing: a preset of crossdock simulate, a "
         "JSON file, or a GPU, `h100-tp2`, for the served model; `h100-8b*4` four times as slowly; null: they compute.",
     )
+
+    @property
+    def moving_experts(self) -> EplbConfig | None:
+        """How whole experts move between ranks; None: they stay, or there are none."""
+        return self.eplb_config if self.enable_eplb and self.enable_expert_parallel else None
 
     @property
     def most(self) -> int:
@@ -194,6 +213,7 @@ class PoolConfig(BaseModel):
             *(["tensor_parallel_size or pipeline_parallel_size"] if self.num_ranks > 1 else []),
             *(["num_gpus"] if self.num_gpus else []),
             *(["enable_expert_parallel"] if self.enable_expert_parallel else []),
+            *(["enable_eplb"] if self.enable_eplb else []),
             *[name for name in ("dtype", "checkpoint") if getattr(self, name) is not None],
         ]
         if given:
@@ -375,6 +395,7 @@ class ClusterConfig(BaseModel):
             tensor_parallel_size=pool.tensor_parallel_size,
             pipeline_parallel_size=pool.pipeline_parallel_size,
             enable_expert_parallel=pool.enable_expert_parallel,
+            eplb=pool.moving_experts,
             rank_timeout_s=pool.rank_timeout_s,
             emulated=None
             if pool.emulated is None

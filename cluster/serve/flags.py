@@ -283,6 +283,12 @@ PANELS: dict[str, tuple[Flag, ...]] = {
             help="Whole experts on each rank, in place of a slice of every expert, in all pools.",
         ),
         Flag(
+            "pools.*.enable_eplb",
+            ("--enable-eplb/--no-enable-eplb",),
+            help="Move whole experts between ranks by counted rows, and copy hot ones, in all pools.",
+        ),
+        Flag("pools.*.eplb_config", ("--eplb-config",)),
+        Flag(
             "--device",
             kind=str,
             metavar="auto|cpu|cuda|emulated:PROFILE",

@@ -67,11 +67,15 @@ def prepare(config: ClusterConfig, *, has_gpus: bool) -> list[str]:
             from crossdock.workers.model.cut.position import RankPosition
             from crossdock.workers.model.weights.weights import check_division
 
-            position = RankPosition(
-                0, pool.tensor_parallel_size, pool.pipeline_parallel_size, pool.enable_expert_parallel
-            )
+            moving = pool.moving_experts
+            copies = None if moving is None else moving.num_redundant_experts
+            sizes = pool.tensor_parallel_size, pool.pipeline_parallel_size
+            position = RankPosition(0, *sizes, pool.enable_expert_parallel, copies)
             if why := check_division(folder, position):
                 lines.append(f"Pool {pool.name}: enable_expert_parallel changes nothing: {why}")
+        if (pool.enable_eplb or pool.eplb_config.num_redundant_experts) and pool.moving_experts is None:
+            needed = "enable_eplb and enable_expert_parallel"
+            lines.append(f"Pool {pool.name}: no expert moves or gets a copy: that needs {needed}")
         if pool.enable_expert_parallel and pool.tensor_parallel_size == 1:
             lines.append(
                 f"Pool {pool.name}: enable_expert_parallel changes nothing: one rank has all experts of a layer"

@@ -79,8 +79,9 @@ class HummingProduct:
 
     @property
     def tensors(self) -> Sequence[Tensor]:
-        """The memory of the weight."""
-        return [*self._layer.parameters(), *self._layer.buffers()]
+        """The memory of the weight, and the order of its columns."""
+        order = [] if self._columns is None else [self._columns]
+        return [*self._layer.parameters(), *self._layer.buffers(), *order]
 
     def __call__(self, x: Tensor) -> Tensor:
         if not len(x):  # an expert without rows

@@ -7,7 +7,7 @@ from typing import Any
 
 from pydantic import ByteSize
 
-from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
+from crossdock.workers.replica.config import EngineConfig, EplbConfig, ReplicaSpec
 from crossdock.workers.replica.engine import engine_loader
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.ranks.rank_loader import driver_of
@@ -29,6 +29,7 @@ def spec_of(
     start_timeout_s: float = 60.0,
     rank_timeout_s: float = 20.0,
     enable_expert_parallel: bool = False,
+    eplb: EplbConfig | None = None,
     **config: Any,
 ) -> ReplicaSpec:
     """Return the spec of a replica in fp32; `config`: engine settings beside SETTINGS."""
@@ -40,6 +41,7 @@ def spec_of(
         tensor_parallel_size=tensor_size,
         pipeline_parallel_size=num_stages,
         enable_expert_parallel=enable_expert_parallel,
+        eplb=eplb,
         rank_timeout_s=rank_timeout_s,
         start_timeout_s=start_timeout_s,
     )

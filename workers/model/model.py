@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, group_layouts
 from crossdock.workers.model.architecture import is_indexed, text_config
+from crossdock.workers.model.cut.expert_balance import ExpertBalance
 from crossdock.workers.model.forward.forward_context import ForwardContext
 from crossdock.workers.model.forward.layer_tap import LayerTap
 from crossdock.workers.model.forward.row_adapters import RowAdapters
@@ -46,6 +47,7 @@ class LoadedModel(Network):
     adapters: Adapters | None = None  # None: it takes no adapters
     used_by_others: int = 0  # bytes of the GPU in use when loading began, without those of torch in this process
     pool: KVPool = field(default_factory=KVPool)
+    balance: ExpertBalance | None = None  # of hot experts among the ranks of a stage; None: experts stay where they are
     layer_tap: LayerTap = field(default_factory=LayerTap)  # of the hidden states between layers
 
     @property

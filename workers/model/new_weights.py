@@ -143,7 +143,11 @@ class NewWeights:
             raise ValueError("no update has replaced the weights of the start: their checksums are those of the files")
         if self.are_given_up:
             raise ValueError("the weights are given up: use /wake_up first")
-        if wrong := unlike(held_checksums(self._model.module), self._proof.held):
+        found = held_checksums(self._model.module)
+        if self._model.balance is not None:  # experts that have moved since the update lie at other places
+            moved = tuple(self._model.balance.moved_names)
+            found |= {name: value for name, value in self._proof.held.items() if name.startswith(moved)}
+        if wrong := unlike(found, self._proof.held):
             raise ValueError(f"memory has changed since the update, of {wrong}")
         return self._proof.received
 
@@ -174,6 +178,8 @@ class NewWeights:
         self.make_room()
         self._put()
         self._memory = None
+        if self._model.balance is not None:
+            self._model.balance.reset()
         self.are_given_up = False
         self._proof = self._read_proof
         self.drop()

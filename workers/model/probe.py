@@ -125,6 +125,8 @@ def _why_variant(network: Network) -> str | None:
         return "products of packed weights on GPUs add in an order that follows the number of rows; plain weights run"
     if recurrent_layers(text_config(network.config)):
         return f"{network.config.model_type} has recurrent layers, which compute a chunk in one piece"
+    if network.part.slots:
+        return "experts move between ranks (enable_eplb), whose sums then add in another order"
     if is_indexed(text_config(network.config)):
         return f"indexers of {network.config.model_type} score tokens by sums whose order follows the number of rows"
     return None

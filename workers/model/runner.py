@@ -97,8 +97,10 @@ class Runner:
         """Return whether a step is computed like others of its size, so that its seconds predict theirs.
 
         A step with more sequences than CUDA graphs have room for, or with pictures, takes several times as long to
-        launch, and so does one with adapters that graphs do not compute.
+        launch, and so does one with adapters that graphs do not compute. Before some steps experts move.
         """
+        if self.model.balance is not None and self.model.balance.is_moving:
+            return False
         if self._is_never_recorded(inputs):
             return not any(graphs.covers(inputs) for graphs in self.graphs)
         return self._graphs_for(inputs) is not None or not any(graphs.misses(inputs) for graphs in self.graphs)
@@ -172,6 +174,8 @@ class Runner:
 
         Whether it is a graph, and which one, depends on the step alone: every rank of a worker group does the same.
         """
+        if self.model.balance is not None:
+            self.model.balance.before_step()
         if (claim := self.model.pool.before_step) is not None:
             claim(inputs.written_pages(self.page_size))
         graphs = self._graphs_for(inputs)

@@ -286,6 +286,21 @@ class TransferConfig(BaseModel):
     )
 
 
+class EplbConfig(BaseModel):
+    """When whole experts move between the ranks of a replica, and how many copies hot ones have. Names and defaults as
+    in vLLM."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    num_redundant_experts: int = Field(
+        0, ge=0, description="Copies of experts in each layer, on all its ranks together; 0: experts move, without any."
+    )
+    window_size: int = Field(1000, ge=1, description="Steps whose rows are counted, at most step_interval.")
+    step_interval: int = Field(3000, ge=1, description="Steps from one rearrangement of experts to the next.")
+    log_balancedness: bool = Field(False, description="Log how evenly rows are divided among ranks; 1 is even.")
+    log_balancedness_interval: int = Field(1, ge=1, description="Steps from one such line of the log to the next.")
+
+
 @dataclass(frozen=True, slots=True)
 class EmulatedDevice:
     """A device whose steps take the seconds of a profile. Crosses processes."""
@@ -308,6 +323,7 @@ class ReplicaSpec:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     enable_expert_parallel: bool = False  # whole experts on each tensor rank, where the model allows it
+    eplb: EplbConfig | None = None  # of whole experts that move between ranks; None: they stay
     rank_timeout_s: float = 60.0  # a rank that takes longer for its part of one step counts as hung
     start_timeout_s: float = 900.0  # until all ranks have loaded their parts
     emulated: EmulatedDevice | None = None  # in place of one that computes

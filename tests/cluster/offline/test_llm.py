@@ -193,7 +193,7 @@ def test_settings_that_an_engine_lacks_are_refused_with_the_reason(settings: dic
 
 def test_argument_without_which_no_answer_changes_is_left_out_with_a_warning() -> None:
     """Its line is that of the flag of `crossdock serve`."""
-    given = {"swap_space": 4, "trust_remote_code": True, "enable_eplb": True, "disable_log_stats": True}
+    given = {"swap_space": 4, "trust_remote_code": True, "enable_paged_experts": True, "disable_log_stats": True}
     with pytest.warns(UserWarning, match="^swap_space|") as said:
         config = offline_configuration("somewhere", given)
     assert config == offline_configuration("somewhere", {})

@@ -170,6 +170,7 @@ def test_emulated_gpu_without_a_model_computes_the_served_one(tmp_path: Path) ->
         ({"emulated": "h100-8b", "tensor_parallel_size": 2}, "the profile says all this"),
         ({"emulated": "h100-8b", "num_gpus": 1}, "num_gpus: of an emulated device"),
         ({"emulated": "h100-8b", "enable_expert_parallel": True}, "enable_expert_parallel: of an emulated device"),
+        ({"emulated": "h100-8b", "enable_eplb": True}, "enable_eplb: of an emulated device"),
         ({"emulated": "h100-8b", "engine": {"kv_cache_dtype": "fp8"}}, "engine.kv_cache_dtype: an emulated device"),
     ],
 )
@@ -187,6 +188,12 @@ def test_start_says_where_whole_experts_were_asked_for_in_vain(small_model_dir: 
         "Pool prefill: enable_expert_parallel changes nothing: the model has no experts that ranks divide",
         "Pool decode: enable_expert_parallel changes nothing: one rank has all experts of a layer",
     ]
+
+
+def test_start_says_where_no_expert_moves_or_is_copied(small_model_dir: Path) -> None:
+    given = {"name": "mixed", "enable_eplb": True, "eplb_config": {"num_redundant_experts": 2}}
+    _, line = prepare(load(None, {"model.path": str(small_model_dir), "pools": [given]}), has_gpus=False)
+    assert line == "Pool mixed: no expert moves or gets a copy: that needs enable_eplb and enable_expert_parallel"
 
 
 def test_start_says_that_a_head_of_this_model_is_not_computed(small_model_dir: Path) -> None:

@@ -35,6 +35,9 @@ class Collectives:
         stages = [range(size)[stage * width :][:width] for stage in range(position.num_stages)]
         groups = [dist.new_group(list(ranks), timeout, backend) for ranks in stages]
         self._stage = groups[position.stage]
+        self._stage_hosts = self._stage  # by gloo, between the hosts
+        if position.num_redundant_experts is not None and backend == "nccl":
+            self._stage_hosts = [dist.new_group(list(ranks), timeout) for ranks in stages][position.stage]
         self._worker_group = dist.new_group(timeout=timeout, backend=backend)
         self._small_sums: SymmetricSums | None = None
         self._sending: tuple[Any, Tensor] | None = None
@@ -150,6 +153,29 @@ class Collectives:
         hidden = torch.empty(*shape, dtype=dtype, device=device)
         dist.recv(hidden, self.position.rank - self.position.tensor_size, group=self._worker_group)
         return hidden
+
+    def exchange(self, outgoing: Sequence[tuple[int, Tensor]], incoming: Sequence[tuple[int, Tensor]]) -> None:
+        """Send tensors to tensor ranks of this stage, and fill others from such ranks, which call this too."""
+        first = self.position.stage * self.position.tensor_size
+        calls = [dist.P2POp(dist.isend, tensor, first + rank, self._stage) for rank, tensor in outgoing]
+        calls += [dist.P2POp(dist.irecv, tensor, first + rank, self._stage) for rank, tensor in incoming]
+        for work in dist.batch_isend_irecv(calls) if calls else ():
+            work.wait()
+
+    def from_first(self, numbers: Sequence[int], most: int) -> list[int]:
+        """Return the numbers of the first rank of this stage. They are at most `most`; others' numbers do not count."""
+        message = torch.zeros(1 + most, dtype=torch.int64)
+        message[: 1 + len(numbers)] = torch.tensor([len(numbers), *numbers])
+        first = self.position.stage * self.position.tensor_size
+        dist.broadcast(message, first, group=self._stage_hosts)
+        found: list[int] = message[1 : 1 + int(message[0])].tolist()
+        return found
+
+    def largest(self, number: float) -> float:
+        """Return the largest `number` of the ranks of this stage."""
+        found = torch.tensor(number, dtype=torch.float64)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self._stage_hosts)
+        return float(found)
 
     def wait_for_all(self) -> None:
         """Wait until every rank has called this. The deadline is the world's own, which is longer."""

@@ -33,6 +33,7 @@ def cut_model(model: Any, position: RankPosition, collectives: Collectives | Non
         _drop_encoder(model)
     held = model.state_dict()
     part.slices = {name: kept for name, kept in part.slices.items() if name in held}  # without other stages' tensors
+    part.slots = [each for each in part.slots if any(name.startswith(f"{each.name}.") for name in held)]
     return part
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from crossdock.workers.model.cut.collectives import Collectives
+from crossdock.workers.model.cut.expert_slots import ExpertSlots
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.cut.stage import PipelineStage
 
@@ -76,6 +77,8 @@ class ModelPart:
     """By layer whose attention is cut: (first KV head, end, number of KV heads of the whole layer)."""
     experts: dict[str, range] = field(default_factory=dict)
     """The experts that this rank holds whole, by parameter; empty: it has slices of all experts, or there are none."""
+    slots: list[ExpertSlots] = field(default_factory=list)
+    """Of the layers whose whole experts may move between ranks."""
     first_layer: int = 0
     num_layers: int = 0
     first_place: int = 0  # how many layers with attention are on earlier stages

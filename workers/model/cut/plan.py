@@ -13,11 +13,12 @@ from torch import Tensor, nn
 
 from crossdock.workers.model.architecture import recurrent_layers
 from crossdock.workers.model.cut.collectives import Collectives
+from crossdock.workers.model.cut.expert_slots import ExpertSlots
 from crossdock.workers.model.cut.mixers import MixerDivision, PackedPiece, division_of
 from crossdock.workers.model.cut.own_plans import OF_LATENTS, own_plan
 from crossdock.workers.model.cut.part import ModelPart, SliceRange, TensorSlice
 from crossdock.workers.model.cut.position import CannotCut, HeadRanges, even_range
-from crossdock.workers.model.cut.whole_experts import compute_own_experts, why_not_whole
+from crossdock.workers.model.cut.whole_experts import compute_in_slots, compute_own_experts, why_not_whole
 
 
 @dataclass(slots=True)
@@ -216,7 +217,12 @@ class TensorPlan:
         for below, _ in list(module.named_parameters()):
             self._shrink(f"{name}.{below}", 0, range_)
             self.part.experts[f"{name}.{below}"] = range(range_.start, range_.stop)
-        compute_own_experts(module, range_.start, range_.stop)
+        if self.part.position.num_redundant_experts is None:
+            compute_own_experts(module, range_.start, range_.stop)
+        else:
+            slots = ExpertSlots(name, module.num_experts, self.part.position)
+            compute_in_slots(module, slots.num_slots, slots.slots_of)
+            self.part.slots.append(slots)
         self._reduce_output(module)
 
     def identity_expert(self, _name: str, module: Any, _: HeadRanges | None) -> None:

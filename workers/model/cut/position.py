@@ -13,6 +13,7 @@ class RankPosition:
     tensor_size: int = 1  # ranks that share every layer
     num_stages: int = 1  # groups of layers, one after the other
     has_whole_experts: bool = False  # where the model allows it; else a slice of every expert
+    num_redundant_experts: int | None = None  # copies of whole experts in each layer; None: experts do not move
 
     @property
     def size(self) -> int:

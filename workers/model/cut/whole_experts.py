@@ -25,17 +25,29 @@ def why_not_whole(experts: Any, num_ranks: int) -> str:
 
 def compute_own_experts(experts: Any, first: int, end: int) -> None:
     """Let a module of experts, which holds those of `[first, end)` alone, add the outputs of these and no others."""
-    experts.num_experts = end - first
+
+    def slots_of(chosen: Tensor) -> Tensor:
+        return torch.where((chosen >= first) & (chosen < end), chosen - first, end - first)
+
+    compute_in_slots(experts, end - first, slots_of)
+
+
+def compute_in_slots(experts: Any, num_slots: int, slots_of: Callable[[Tensor], Tensor]) -> None:
+    """Let a module of experts add the outputs of those that it holds, in `num_slots` slots, and of no others.
+
+    `slots_of`: returns for the experts of each row [T, k] the slots [T, k] that compute them; `num_slots`: none here.
+    """
+    experts.num_experts = num_slots
     compute: Callable[[Tensor, Tensor, Tensor], Tensor] = experts.forward
 
     def forward(hidden: Tensor, chosen: Tensor, shares: Tensor) -> Tensor:
         """Return [T, D] for rows [T, D], the experts of each row [T, k], of the whole model, and their shares."""
-        is_own = (chosen >= first) & (chosen < end)
+        own = slots_of(chosen)
+        is_own = own < num_slots
         if _may_count_rows(experts, hidden):
-            return _of_own_pairs(compute, hidden, chosen - first, shares, is_own)
+            return _of_own_pairs(compute, hidden, own, shares, is_own)
         # Transformers' grouped products and ours skip pairs of the expert after the last, whose share must be 0.
         experts._is_expert_parallel = True
-        own = torch.where(is_own, chosen - first, end - first)
         return compute(hidden, own, torch.where(is_own, shares, 0))
 
     experts.forward = forward

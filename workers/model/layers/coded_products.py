@@ -65,6 +65,10 @@ class CodedExperts(nn.Module):
         """The tensors of all weights."""
         return [each for product in self.products for each in product.tensors]
 
+    def tensors_of(self, expert: int) -> Sequence[Tensor]:
+        """Return the tensors of one expert."""
+        return self.products[expert].tensors
+
     def __getitem__(self, expert: Any) -> "CodedWeight":
         return CodedWeight(self.products[int(expert)])
 

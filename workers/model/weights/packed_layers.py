@@ -68,6 +68,15 @@ class PackedExperts(nn.Module):
     def _take(self, codes: ExpertCodes) -> None:
         self.stacked, self.experts = codes, [[codes.matrix(number)] for number in range(len(self.experts))]
 
+    def tensors_of(self, expert: int) -> Sequence[Tensor]:
+        """Return the tensors of one expert."""
+        return [tensor for matrix in self.experts[expert] for tensor in matrix.tensors]
+
+    def add_empty(self, number: int) -> None:
+        """Make room for further experts. Their memory has numbers of the first one."""
+        added = [[matrix.map(torch.clone) for matrix in self.experts[0]] for _ in range(number)]
+        self.experts = [*self.experts, *added]
+
     def __getitem__(self, expert: Any) -> Tensor:
         weight = plain_rows(self.experts[int(expert)], self.dtype)
         return weight.T if self._is_transposed else weight
@@ -197,6 +206,18 @@ def put_forms(
             put_experts(module, attribute, [parts] * len(parameter), dtype)
         put.append(name)
     return put
+
+
+def add_empty_slots(model: Any, part: ModelPart) -> None:
+    """Make room for all slots of a rank's experts, of which those have weights that the rank has read."""
+    for slots in part.slots:
+        experts = model.get_submodule(slots.name)
+        for name, parameter in list(experts.named_parameters(recurse=False)):
+            empty = parameter.new_zeros(slots.num_slots - len(parameter), *parameter.shape[1:])
+            setattr(experts, name, nn.Parameter(torch.cat([parameter.data, empty]), requires_grad=False))
+        for child in experts.children():
+            if isinstance(child, PackedExperts):
+                child.add_empty(slots.num_slots - len(child.experts))
 
 
 def packed_bytes(model: Any) -> int:

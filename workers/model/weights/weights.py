@@ -36,6 +36,7 @@ from crossdock.workers.model.weights.config_fields import check_fields
 from crossdock.workers.model.weights.heap import trim_heap
 from crossdock.workers.model.weights.packed_layers import (
     PackedLinear,
+    add_empty_slots,
     forms_at_load,
     packed_bytes,
     part_of,
@@ -217,6 +218,7 @@ def _load_cut(
         for name in put:
             _fill(module, name, own[name], None if name in parts[0].experts else parts[0].slices.get(name), files)
             trim_heap()  # holes between the parts of matrices took 130 MiB (Llama of 1 GiB in AWQ, 2026-11-24)
+    add_empty_slots(module, parts[0])
     return module, parts[0]
 
 
@@ -300,6 +302,7 @@ def _part_on_meta(
         forms = forms_at_load(module, held) if held.is_made_at_load else None
         part = cut_model(module, position, None)
         put_forms(module, part, form_of if forms is None else forms.get, dtype)
+        add_empty_slots(module, part)
     return module, part
 
 

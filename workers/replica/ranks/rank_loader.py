@@ -3,6 +3,7 @@
 import re
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -10,12 +11,14 @@ import torch
 import torch.distributed as dist
 
 from crossdock.workers.model.cut.collectives import Collectives
+from crossdock.workers.model.cut.expert_balance import BalanceTimes, ExpertBalance
+from crossdock.workers.model.cut.expert_slots import ExpertSlots, slot_tensors
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.memory.kv_memory import PageBudget, count_pages_that_fit
-from crossdock.workers.model.memory.memory_fit import used
+from crossdock.workers.model.memory.memory_fit import size_of, used
 from crossdock.workers.model.model import LoadedModel
-from crossdock.workers.replica.config import ReplicaSpec
+from crossdock.workers.replica.config import EplbConfig, ReplicaSpec
 from crossdock.workers.replica.ranks.device import device_of
 from crossdock.workers.replica.ranks.pool_layout import agree_on_states, choose_groups_of_ranks
 from crossdock.workers.replica.ranks.rank_network import gloo_on, use_interface_of
@@ -48,7 +51,9 @@ def failure_of(why: str) -> Exception:
 
 def position_of(spec: ReplicaSpec, rank: int) -> RankPosition:
     """Return where `rank` stands in the worker group of a replica."""
-    return RankPosition(rank, spec.tensor_parallel_size, spec.pipeline_parallel_size, spec.enable_expert_parallel)
+    copies = None if spec.eplb is None else spec.eplb.num_redundant_experts
+    sizes = spec.tensor_parallel_size, spec.pipeline_parallel_size
+    return RankPosition(rank, *sizes, spec.enable_expert_parallel, copies)
 
 
 def driver_of(spec: ReplicaSpec) -> int:
@@ -92,6 +97,10 @@ def load_rank(
     known = spec.engine.budget.known(device)
     model = load_model(spec.model, device, links, known or 0, loaded)
     phases.done("logits checked")
+    if spec.eplb is not None:
+        model = replace(model, balance=_balance(model, links, spec.eplb))
+        copies = sum(_slot_bytes(model, each) * each.num_empty for each in model.part.slots)
+        phases.done(f"experts of {len(model.part.slots)} layers may move, and {size_of(copies)} are for copies: ready")
     model = choose_groups_of_ranks(model, spec.engine, store, position.size)
     model = agree_on_states(model, spec.engine, store, position.size)
     budget = sized(spec.engine, model).budget
@@ -99,6 +108,34 @@ def load_rank(
     if known is None:
         phases.done("memory measured")
     return model, room
+
+
+def _balance(model: LoadedModel, links: Collectives, config: EplbConfig) -> ExpertBalance | None:
+    """Return the balance of the experts of this rank's part; None: none of them move.
+
+    Collective. Raises ValueError: ranks hold the weights of experts in unlike forms.
+    """
+    slots = model.part.slots
+    position = model.part.position
+    sizes = [_slot_bytes(model, each) for each in slots]
+    texts = links.gather_texts(f"{model.kernels or 'plain weights'} in {sizes} bytes")
+    unlike = {*texts[position.stage * position.tensor_size :][: position.tensor_size]}
+    if slots and len(unlike) > 1:
+        raise ValueError(
+            f"enable_eplb: ranks keep the weights of experts in unlike forms, {' and '.join(sorted(unlike))}: set "
+            f"cpu_kernels, or leave enable_eplb out"
+        )
+    if not slots:
+        return None
+    log_interval = config.log_balancedness_interval if config.log_balancedness else 0
+    times = BalanceTimes(config.window_size, config.step_interval, log_interval)
+    experts = [model.module.get_submodule(each.name) for each in slots]
+    return ExpertBalance(experts, slots, links, times)
+
+
+def _slot_bytes(model: LoadedModel, slots: ExpertSlots) -> int:
+    """Return the bytes of an expert of a layer as this rank holds it."""
+    return sum(len(tensor) for tensor in slot_tensors(model.module.get_submodule(slots.name), 0))
 
 
 class _Phases:

@@ -1,5 +1,5 @@
 """Pools whose ranks hold whole experts, beside a replica of one rank: the tokens of the dequantised model, also when a
-rank is killed in the middle of streams.
+rank is killed in the middle of streams, while experts move between ranks.
 
 The experts are packed in groups that slices would divide, so that ranks with slices would not start.
 """
@@ -18,7 +18,15 @@ from tests.workers.model.weights.test_packed_checkpoints import write_experts
 from tests.workers.quantised import CASES
 
 WHOLE = {"tensor_parallel_size": 2, "enable_expert_parallel": True, "rank_timeout_s": 10}
-POOLS: tuple[dict[str, Any], ...] = ({"name": "prefill", **WHOLE}, {"name": "decode", **WHOLE}, {"name": "mixed"})
+MOVING = {  # experts move between ranks, and have copies, while streams run
+    "enable_eplb": True,
+    "eplb_config": {"num_redundant_experts": 2, "window_size": 20, "step_interval": 20},
+}
+POOLS: tuple[dict[str, Any], ...] = (
+    {"name": "prefill", **WHOLE},
+    {"name": "decode", **WHOLE, **MOVING},
+    {"name": "mixed"},
+)
 SIZES = {"vocab_size": 640, "hidden_size": 128, "max_position_embeddings": 4096}
 
 
