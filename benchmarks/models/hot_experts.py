@@ -1,12 +1,13 @@
-"""How unevenly are experts used by the ranks that have whole ones, and what would copies of hot experts change?
+"""How unevenly are experts used by the ranks that have whole ones, and what do moves and copies of hot ones change?
 
-    python benchmarks/models/hot_experts.py                         # a minute of one core
+    python benchmarks/models/hot_experts.py                         # some minutes of one core
     python benchmarks/models/hot_experts.py --model ./checkpoint    # the router of a model with experts
 
-Counts which experts the router of each layer chooses for the texts of this repository's documentation. The first half
-of the texts says which experts are hot, the second half is measured: in steps of prompts, of tokens that follow each
-other, and of decodes, of single tokens of unlike texts. Experts lie on the ranks in order, as they do here; or they are
-placed by the counted load; or some are there twice, on ranks with room for one or two experts more in each layer.
+Counts which experts the router of each layer chooses for the texts of this repository's documentation. By the first
+half of the texts experts are moved and copied, the second half is measured: in chunks of prompts, of tokens that follow
+each other, and in decodes, of single tokens of unlike texts. The plan and the division of rows are those of ranks on
+CPUs with --enable-eplb; without it experts lie on the ranks in the order of the model. "Divided evenly": each copy
+computes as many rows of its expert, and reads the weights for them, whatever the step has.
 
 Prints how many rows the rank with most of them computes, and how many experts the rank reads that reads most, both
 beside the mean of the ranks if each expert is read by one rank: in each layer the others wait for that rank. Without
@@ -29,10 +30,19 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tables import ROOT, Row, add_output_options, table, write
 
+from crossdock.workers.model.cut.expert_plan import (
+    Placement,
+    after_moves,
+    divided_rows,
+    first_placement,
+    holders,
+    next_moves,
+)
+from crossdock.workers.model.cut.expert_slots import WORTH_A_COPY
 from crossdock.workers.model.weights.checkpoint import default_model_dir
 
-STEPS = {"chunk of 512": 512, "64 decodes": 64, "16 decodes": 16}
-_TEXT = 512  # tokens
+STEPS = {"chunk of 512": 512, "chunk of 2,048": 2048, "64 decodes": 64, "16 decodes": 16}
+_TEXT = 2048  # tokens
 
 
 def random_model(vocabulary: int) -> Any:
@@ -64,27 +74,14 @@ def chosen_experts(model: Any, texts: Sequence[Sequence[int]]) -> NDArray[np.int
     return np.stack(found)
 
 
-def places(load: NDArray[np.float64], num_ranks: int, room: int, is_ordered: bool) -> NDArray[np.float64]:
-    """Return the share of each expert's rows that each rank computes, [rank, expert]. `room`: experts of a rank."""
-    count = len(load)
-    share = np.zeros((num_ranks, count))
-    if is_ordered:
-        share[np.arange(count) * num_ranks // count, np.arange(count)] = 1
-        return share
-    copies = np.ones(count, dtype=int)
-    for _ in range(num_ranks * room - count):
-        copies[np.where(copies < num_ranks, load / copies, -1).argmax()] += 1
-    loads = np.zeros(num_ranks)
-    each = load / copies
-    for expert in np.argsort(-each, kind="stable"):
-        for _ in range(copies[expert]):
-            is_free = ((share > 0).sum(1) < room) & (share[:, expert] == 0)
-            if not is_free.any():  # every rank with room has it: the other copies have its rows
-                break
-            rank = np.where(is_free, loads, np.inf).argmin()
-            share[rank, expert] = 1
-            loads[rank] += each[expert]
-    return share / share.sum(0)
+def settled(load: NDArray[np.float64], num_ranks: int, copies: int | None) -> tuple[Placement, int]:
+    """Return where experts lie after all changes, and how many were sent. copies: of a layer; None: nothing moves."""
+    placement = first_placement(len(load), num_ranks, (len(load) + (copies or 0)) // num_ranks)
+    sent = 0
+    while copies is not None and (moves := next_moves(placement, load)):
+        placement = after_moves(placement, moves)
+        sent += len(moves)
+    return placement, sent
 
 
 def steps_of(chosen: NDArray[np.int64], rows: int, is_prompt: bool) -> Iterator[NDArray[np.int64]]:
@@ -99,16 +96,39 @@ def steps_of(chosen: NDArray[np.int64], rows: int, is_prompt: bool) -> Iterator[
         yield chosen[rng.integers(texts, size=rows), rng.integers(tokens, size=rows)]
 
 
-def unevenness(steps: Sequence[NDArray[np.int64]], shares: Sequence[NDArray[np.float64]]) -> tuple[float, float]:
-    """Return most rows of a rank, and most experts read, beside the mean of ranks: the means over layers and steps."""
+def work(held: NDArray[np.bool_], count: NDArray[np.int64], *, evenly: bool) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Return how many rows each rank computes, and how many experts it reads, [ranks] each.
+
+    held: which rank holds which expert, [ranks, experts]. count: rows of each expert in a step. evenly: copies divide
+    their rows evenly, whatever the step has, and each of them is read.
+    """
+    if evenly:
+        return held @ (count / held.sum(0)), held @ (count > 0).astype(int)
+    divided = divided_rows(held, count, WORTH_A_COPY["cpu"])
+    alone = np.where(np.isin(np.arange(len(count)), list(divided)), 0, count)
+    computed = held @ alone
+    read = held @ (alone > 0).astype(int)
+    for parts in divided.values():
+        for rank, number in parts:
+            computed[rank] += number
+            read[rank] += 1
+    return computed, read
+
+
+def unevenness(
+    steps: Sequence[NDArray[np.int64]], places: Sequence[NDArray[np.bool_]], *, evenly: bool
+) -> tuple[float, float]:
+    """Return most rows of a rank, and most experts read, beside the mean of ranks: the means over layers and steps.
+
+    places: which rank holds which expert, [ranks, experts], for each layer. evenly: see `work`.
+    """
     rows, reads = [], []
     for step in steps:
-        for layer, share in enumerate(shares):
-            count = np.bincount(step[:, layer].ravel(), minlength=share.shape[1])
-            computed = share @ count
-            read = ((share > 0) & (count > 0)).sum(1)
+        for layer, held in enumerate(places):
+            count = np.bincount(step[:, layer].ravel(), minlength=held.shape[1])
+            computed, read = work(held, count, evenly=evenly)
             rows.append(computed.max() / computed.mean())
-            reads.append(read.max() / (count > 0).sum() * len(share))
+            reads.append(read.max() / (count > 0).sum() * len(held))
     return float(np.mean(rows)), float(np.mean(reads))
 
 
@@ -116,7 +136,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="Hugging Face directory of a model with experts (default: random)")
     parser.add_argument("--ranks", nargs="+", type=int, default=[2, 4, 8])
-    parser.add_argument("--texts", type=int, default=48, help=f"of {_TEXT} tokens (default: %(default)s)")
+    parser.add_argument("--texts", type=int, default=40, help=f"of {_TEXT} tokens (default: %(default)s)")
     add_output_options(parser, "hot-experts")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -124,7 +144,7 @@ def main() -> None:
     ids = [
         token for page in sorted((ROOT / "docs").rglob("*.md")) for token in tokenizer(page.read_text())["input_ids"]
     ]
-    texts = [ids[first : first + _TEXT] for first in range(0, len(ids) - _TEXT, _TEXT)][::2][: args.texts]
+    texts = [ids[first : first + _TEXT] for first in range(0, len(ids) - _TEXT, _TEXT)][: args.texts]
     model = random_model(len(tokenizer)) if args.model is None else AutoModelForCausalLM.from_pretrained(args.model)
     chosen = chosen_experts(model, texts)
     seen, left = np.split(chosen, [len(chosen) // 2])
@@ -133,16 +153,18 @@ def main() -> None:
     hottest = [load.max() / load.mean() for load in loads]
     rows = dict[str, Row]()
     for ranks in args.ranks:
-        own = -(-num_experts // ranks)
-        for name, room, is_ordered in [("in order", own, True), ("placed", own, False)] + [
-            (f"{more} cop{'ies' if more > 1 else 'y'} a rank", own + more, False) for more in (1, 2)
-        ]:
-            shares = [places(load, ranks, room, is_ordered) for load in loads]
+        kinds: list[tuple[str, int | None, bool]] = [("in order", None, False), ("moved", 0, False)]
+        for number in (ranks, 4 * ranks):
+            kinds += [(f"{number} copies, divided evenly", number, True), (f"{number} copies", number, False)]
+        for name, copies, evenly in kinds:
+            found = [settled(load, ranks, copies) for load in loads]
+            places = [holders(placement, num_experts) for placement, _ in found]
             row: Row = {}
-            for step, number in STEPS.items():
-                most, read = unevenness(list(steps_of(left, number, step.startswith("chunk"))), shares)
+            for step, size in STEPS.items():
+                some = list(steps_of(left, size, step.startswith("chunk")))
+                most, read = unevenness(some, places, evenly=evenly)
                 row |= {f"{step}: rows": most, f"{step}: experts": read}
-            rows[f"{ranks} ranks, {name}"] = row
+            rows[f"{ranks} ranks, {name}"] = row | {"sent, a layer": sum(sent for _, sent in found) / len(found)}
     text = f"The hottest expert of a layer has {min(hottest):.1f} to {max(hottest):.1f} times the mean.\n\n"
     write(args, text + table(rows, "most of a rank / mean"), {"hottest": hottest, "rows": rows})
 
