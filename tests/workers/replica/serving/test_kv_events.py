@@ -200,7 +200,10 @@ async def test_events_of_a_served_replica_are_those_of_its_index() -> None:
         assert driven.metric("crossdock_kv_event_batches", outcome="lost") == 0
 
 
-@pytest.mark.skipif(not find_spec("dynamo"), reason="needs Dynamo's indexer: pip install --no-deps ai-dynamo-runtime")
+@pytest.mark.skipif(
+    not find_spec("dynamo"),
+    reason="needs Dynamo's indexer: pip install --no-deps --require-hashes -r tests/no-deps.lock",
+)
 async def test_indexer_of_dynamo_finds_the_pages_of_a_served_replica() -> None:
     """It subscribes as to vLLM's replicas, and asks for what was published before."""
     async with driving(kv_events_config=ANY_PORT | {"topic": ""}) as driven:
