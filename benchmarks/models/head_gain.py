@@ -8,16 +8,19 @@ each. CPU seconds leave out the time that other processes have the core, so figu
 speculation.py measures servers, whose drafts are chosen by predicted seconds, on an idle one.
 
 Prints tokens for each CPU second, tokens for each step of a stream, the accepted share of drafts and that of the first
-drafts, and the share of answers that equal those without drafts.
+drafts, and the share of answers that equal those without drafts. Of heads also by how much the predicted seconds of
+drafting, by which `adaptive` decides, differ from those that it took by the clock: measure these on an idle machine.
 """
 
 import argparse
 import sys
 import time
+from collections.abc import Mapping
 from itertools import cycle, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from pydantic import ByteSize
 from transformers import AutoTokenizer
@@ -34,6 +37,33 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from speculation_inputs import WORKLOADS
 from tables import Row, add_output_options, cell, markdown, write
+
+
+class Watched:
+    """A drafter that notes by how much the predicted seconds to draft differ from those that it takes."""
+
+    def __init__(self, drafter: Any) -> None:
+        self._drafter = drafter
+        self.errors = list[float]()  # (predicted - actual) / actual
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._drafter, name)
+
+    def propose(self, wanted: Mapping[str, int], *forced: Any) -> dict[str, list[int]]:
+        """Draft as the drafter does."""
+        predicted = self._drafter.seconds(len(wanted), max(wanted.values(), default=0))
+        began = time.perf_counter()
+        drafts: dict[str, list[int]] = self._drafter.propose(wanted, *forced)
+        if any(drafts.values()):
+            actual = time.perf_counter() - began
+            self.errors.append((predicted - actual) / actual)
+        return drafts
+
+    def row(self) -> Row:
+        """Return the quantiles of the errors, without their signs, and forget these."""
+        p50, p90 = np.quantile(np.abs(self.errors), [0.5, 0.9])
+        self.errors.clear()
+        return {"off by p50 %": 100 * p50, "p90 %": 100 * p90}
 
 
 class Counts(NamedTuple):
@@ -124,11 +154,14 @@ def table(rows: dict[str, Row]) -> str:
         "accepted %",
         "first drafts accepted %",
         "same answers %",
+        "seconds to draft off by p50 %",
+        "p90 %",
     )
+    optional = ("accepted %", "first %", "same %", "off by p50 %", "p90 %")
     lines = [["setting", *heads]]
     for name, row in rows.items():
         figures = (row["tok/s"], row["tok/s"] / rows["none"]["tok/s"], row["a step"])
-        lines.append([name, *map(cell, figures), *(cell(row.get(key)) for key in ("accepted %", "first %", "same %"))])
+        lines.append([name, *map(cell, figures), *(cell(row.get(key)) for key in optional)])
     return markdown(lines)
 
 
@@ -147,8 +180,12 @@ def main() -> None:
     chats = [[{"role": "user", "content": prompt}] for prompt in WORKLOADS["chat"]]
     prompts = [tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False) for chat in chats]
     engines = {name: engine_of(folder, config) for name, config in settings_of(args.head).items()}
-    for engine in engines.values():
+    watched = dict[str, Watched]()
+    for name, engine in engines.items():
         serve(engine, prompts[:1], 1, 8)  # first calls
+        if name.startswith("head"):
+            speculation: Any = engine.speculation
+            speculation.drafter = watched[name] = Watched(speculation.drafter)
     text, data = "", dict[str, dict[str, Row]]()
     for streams in args.streams:
         asked = list(islice(cycle(prompts), max(len(prompts), 2 * streams)))
@@ -163,6 +200,8 @@ def main() -> None:
                 print(f"{streams} streams, {name}: {counts[name].row}", flush=True)
         part = f"{streams} stream{'s' * (streams > 1)}"
         data[part] = {name: count.row for name, count in counts.items()}
+        for name, drafter in watched.items():
+            data[part][name] |= drafter.row()
         text += f"**{part}**, {len(asked)} answers of at most {args.tokens} tokens\n\n{table(data[part])}\n"
     write(args, text, data)
 
