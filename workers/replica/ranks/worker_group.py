@@ -27,6 +27,7 @@ from crossdock.workers.replica.ranks.rank_messages import (
     AdapterLoaded,
     CallWeights,
     ChangeMemory,
+    CloseDock,
     DockOpened,
     DriverMessage,
     EndRank,
@@ -158,6 +159,10 @@ class WorkerGroup:
         self.broadcast(OpenDock(tuple(self.held_by_rank), model, role, transfer))
         self._wait(lambda follower: follower.blob is not None, "did not open its pool to transfers")
         return {rank: follower.blob or b"" for rank, follower in self._followers.items()}
+
+    def close_docks(self) -> None:
+        """Have every follower close its dock, whose transfers have ended."""
+        self.broadcast(CloseDock())
 
     def wait_for_adapter(self, fingerprint: str) -> str:
         """Wait until every follower has loaded an adapter. Returns why one of them could not; empty: all have."""

@@ -17,7 +17,6 @@ from crossdock.kvtransfer.nixl import NixlTransport
 from crossdock.kvtransfer.tcp import TcpTransport
 from crossdock.kvtransfer.transport import Memory, Transport, TransportUnavailable
 from crossdock.workers.replica.config import TransferConfig
-from crossdock.workers.replica.ranks.rank_messages import CloseDock
 from crossdock.workers.replica.transfer.event_merger import EventMerger
 
 if TYPE_CHECKING:  # an emulated replica imports no torch
@@ -95,7 +94,7 @@ class ReplicaDock:
     def withdraw(self) -> None:
         """Close the docks of all ranks, after `drain`: the memory of their pools is about to move."""
         if self._worker_group is not None:
-            self._worker_group.broadcast(CloseDock())
+            self._worker_group.close_docks()
         self._own.close()
         self._is_withdrawn = True
 
