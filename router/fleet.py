@@ -56,7 +56,11 @@ class RouterConfig(BaseModel):
         "whose tokens would change; mixed do.",
     )
     ttl_s: float = Field(3.0, gt=0, description="Silence after which a replica counts as busy as the busiest.")
-    max_prefix_pages: int = Field(500_000, ge=0, description="Page hashes known at most, about 300 bytes each.")
+    max_prefix_pages: int = Field(
+        2_000_000,
+        ge=0,
+        description="Page hashes known at most, about 300 bytes each. Fewer than replicas cache: hits are lost.",
+    )
 
 
 _INSTANT = 1e-9  # seconds of a prompt that costs nothing: one of 0 s is computed by another replica

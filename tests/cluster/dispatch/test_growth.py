@@ -11,7 +11,7 @@ from crossdock.workers.schedule.request.submission import Overloaded, SamplingPa
 from tests.cluster.dispatch.in_process import IN_TURN, InProcess, Refusing, ready, serving, tokens
 from tests.sizes import growing, sizes
 
-BOUNDED = ((".prefixes._holders", 500_000),)
+BOUNDED = ((".prefixes._holders", 2_000_000),)
 _numbers = count()
 
 
