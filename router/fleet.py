@@ -88,9 +88,7 @@ class Fleet:
     in_tiers: tuple[Prefixes, Prefixes] = field(init=False)  # below pools: in a replica's fastest tier, and its second
     table: ReplicaTable = field(init=False)
     num_chosen: int = 0
-    _placed: dict[str, tuple[Query, Sequence[str]]] = field(
-        default_factory=dict
-    )  # by request: the replicas that have it
+    _placed: dict[str, tuple[Query, Sequence[str]]] = field(default_factory=dict)  # by request, with its replicas
 
     def __post_init__(self) -> None:
         self.prefixes, *in_tiers = [Prefixes(self.config.max_prefix_pages) for _ in range(3)]

@@ -21,8 +21,9 @@ def room_of(
     gap: float,
     share: float,
 ) -> tuple[RoomFigures[float, Sequence[float]], list[tuple[float, float]]]:
-    """Return the room that the in-flight loads leave, which take room from every class; and the ends of requests as
-    `free_later` has them, unless any prompt has room and no prompt waits for it."""
+    """Return the room that in-flight loads leave to each class, and the pages that ends of requests will free.
+
+    The second is the result of `free_later`. It is empty where a prompt of any length has room and no prompt waits."""
     num_classes = len(work.streams)
     pages = _padded(live.room.free_pages, profile.num_pages, num_classes)
     now = _padded(live.room.pages_now or live.room.free_pages, profile.num_pages, num_classes)

@@ -52,7 +52,7 @@ _LAST_NORM_IN_LAYER = "final_layernorm.weight"
 _SHARED = ("embed_tokens.weight", "shared_head.head.weight")  # copies of the model's own, which is read
 _OF_MODEL = re.compile(r"(?:(?:model|language_model|backbone)\.)*(embed_tokens|embeddings|lm_head)\.weight")
 _MLP = {"exaone_moe": "dense"}
-"""What a head's layer has behind its attention, where that is not experts and config.json does not say so."""
+"""The feed-forward kind of a head's layer, by model type. Others have experts, or their config.json names the kind."""
 _IN_ONE_LAYER: Mapping[str, Any] = {
     "num_hidden_layers": 1,
     "first_k_dense_replace": 0,

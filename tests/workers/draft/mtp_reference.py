@@ -43,7 +43,7 @@ _PUBLISHED: dict[str, dict[str, Any]] = {
     "exaone_moe": {"mtp_layer_types": ["full_attention"]},
     "glm_moe_dsa": {"index_share_for_mtp_iteration": True},
 }
-"""What published configurations say of heads beside their number."""
+"""Fields of published config.json files that describe heads, by model type. The number of heads is not among them."""
 
 
 def target_of(name: str) -> PreTrainedModel:

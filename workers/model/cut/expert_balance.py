@@ -18,7 +18,7 @@ from torch import Tensor
 
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.expert_plan import Loads, Move, after_moves, next_moves, rank_loads
-from crossdock.workers.model.cut.expert_slots import ExpertSlots, slot_tensors
+from crossdock.workers.model.cut.expert_slots import ExpertSlots, slot_bytes, slot_tensors
 
 logger = logging.getLogger("ray.serve")
 
@@ -128,7 +128,7 @@ class ExpertBalance:
             return None
         rows, numbers = message[: slots.num_experts], message[slots.num_experts :]
         moves = tuple(Move(*numbers[first : first + 4]) for first in range(0, len(numbers), 4))
-        size = sum(len(each) for each in slot_tensors(self._experts[layer], 0))
+        size = slot_bytes(self._experts[layer])
         device = slots.rows.device
         rank = self._links.position.tensor_rank
         arriving = {
@@ -141,14 +141,14 @@ class ExpertBalance:
         experts = self._experts[sending.layer]
         slots = self._slots[sending.layer]
         rank = self._links.position.tensor_rank
-        size = sum(len(each) for each in slot_tensors(experts, 0))
+        size = slot_bytes(experts)
         end = min(sending.done + self._piece, size)
         outgoing = list[tuple[int, Tensor]]()
         incoming = list[tuple[int, Tensor]]()
         for move in sending.moves:
             if move.source == rank:
-                own = int((slots.placement[rank] == move.expert).argmax())
-                outgoing.append((move.rank, _bytes_of(slot_tensors(experts, own), sending.done, end)))
+                own = slot_tensors(experts, slots.own_slot_of(move.expert))
+                outgoing.append((move.rank, _bytes_of(own, sending.done, end)))
             if move.rank == rank:
                 incoming.append((move.source, sending.arriving[move.slot][sending.done : end]))
         self._links.exchange(outgoing, incoming)

@@ -72,6 +72,10 @@ class ExpertSlots:
         assert self._tables is not None, "no step has been computed"
         return self._tables.rows
 
+    def own_slot_of(self, expert: int) -> int:
+        """Return the slot of this rank that has an expert, which one of them has."""
+        return int((self.placement[self._rank] == expert).argmax())
+
     def slots_of(self, chosen: Tensor) -> Tensor:
         """Return in which slot of this rank each row is computed, [T, k]; `num_slots`: on another rank. Count the rows.
 
@@ -107,7 +111,7 @@ class ExpertSlots:
             for rank, number in parts:
                 if rank == self._rank:
                     (own,) = (chosen == expert).nonzero(as_tuple=True)
-                    slots[own[first : first + number]] = int((self.placement[rank] == expert).argmax())
+                    slots[own[first : first + number]] = self.own_slot_of(expert)
                 first += number
         return slots
 
@@ -167,6 +171,11 @@ class _Tables:
 def _may_know_rows(chosen: Tensor) -> bool:
     """Return whether the host may wait for the rows of a step: not on GPUs, whose steps it only launches."""
     return not chosen.is_cuda
+
+
+def slot_bytes(experts: Any) -> int:
+    """Return the bytes of one slot of a module of experts: all slots are alike."""
+    return sum(map(len, slot_tensors(experts, 0)))
 
 
 def slot_tensors(experts: Any, slot: int) -> list[Tensor]:

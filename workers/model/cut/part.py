@@ -78,7 +78,7 @@ class ModelPart:
     experts: dict[str, range] = field(default_factory=dict)
     """The experts that this rank holds whole, by parameter; empty: it has slices of all experts, or there are none."""
     slots: list[ExpertSlots] = field(default_factory=list)
-    """Of the layers whose whole experts may move between ranks."""
+    """The slots of each layer whose experts may move between ranks; empty: no expert moves."""
     first_layer: int = 0
     num_layers: int = 0
     first_place: int = 0  # how many layers with attention are on earlier stages

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.expert_balance import BalanceTimes, ExpertBalance
-from crossdock.workers.model.cut.expert_slots import ExpertSlots, slot_tensors
+from crossdock.workers.model.cut.expert_slots import ExpertSlots, slot_bytes
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.memory.kv_memory import PageBudget, count_pages_that_fit
@@ -135,7 +135,7 @@ def _balance(model: LoadedModel, links: Collectives, config: EplbConfig) -> Expe
 
 def _slot_bytes(model: LoadedModel, slots: ExpertSlots) -> int:
     """Return the bytes of an expert of a layer as this rank holds it."""
-    return sum(len(tensor) for tensor in slot_tensors(model.module.get_submodule(slots.name), 0))
+    return slot_bytes(model.module.get_submodule(slots.name))
 
 
 class _Phases:

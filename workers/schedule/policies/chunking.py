@@ -56,7 +56,7 @@ FLOOR = "floor"  # begins the reason of a budget that was exceeded because a ste
 _NO_PRIORITY = 1 << 30  # less urgent than every class
 
 FREE = StepCost.of([0.0, 0.0])
-"""Of steps that have no bound but tokens."""
+"""The cost of a step that takes no time: tokens alone bound its chunks."""
 
 
 @dataclass(slots=True)
