@@ -19,6 +19,7 @@ from crossdock.workers.sandbox.messages import INTERRUPT, read_message, write_me
 logger = logging.getLogger(__name__)
 
 _MARGIN_S = 5.0  # beyond a child's wall seconds, to send an answer
+_START_S = 300.0  # until a process must be ready: three seconds on an idle machine, a minute on a slow and busy one
 _KEPT = ("PATH", "LD_LIBRARY_PATH", "HOME", "TMPDIR", "LANG", "LC_ALL")  # others may be secrets, such as HF_TOKEN
 
 
@@ -43,7 +44,7 @@ class Sandbox:
         *,
         title: str,
         limits: Limits,
-        start_patience_s: float,
+        start_patience_s: float = _START_S,
         environment: Mapping[str, str] | None = None,
     ) -> None:
         """The process starts with `start` or the first question.

@@ -27,7 +27,6 @@ LIMITS = {  # of one picture or video: 32 million pixels take 2 s, a frame of 10
 
 _MODULE = "crossdock.cluster.api.media.picture_process"
 _PROCESSES = 2  # of each kind, about 70 MiB each; one slow picture does not stop all others
-_START_PATIENCE_S = 60.0  # a start takes three seconds on an idle machine
 _ENVIRONMENT = {  # transformers would advise to install torch
     **dict.fromkeys(("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
     "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1",
@@ -78,7 +77,6 @@ class PictureProcesses:
                 settings,
                 title="the process of pictures",
                 limits=LIMITS[settings["kind"]],
-                start_patience_s=_START_PATIENCE_S,
                 environment=_ENVIRONMENT,
             )
             process.start()
@@ -89,14 +87,14 @@ class PictureProcesses:
         self._turns = Turns(_PROCESSES, leaves_some=settings["kind"] == "video")
 
     def wait_until_ready(self) -> None:
-        """Wait until a process has prepared a first picture or video, a small one. That takes seconds.
+        """Wait until each process has prepared a first picture or video, a small one. That takes seconds.
 
         Raises:
             NoPictures: pictures or videos cannot be prepared for this model.
             ValueError: the image processor refuses these arguments.
-            TimeoutError: the process is not ready in time.
+            TimeoutError: a process is not ready in time.
         """
-        answer = self._all[0].first_answer()
+        answer, *_ = [process.first_answer() for process in self._all]
         if answer is None or "unsupported" in answer:
             raise NoPictures((answer or {}).get("unsupported", "its image processor cannot be started"))
         if reason := answer.get("wrong_arguments"):

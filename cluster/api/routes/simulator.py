@@ -16,7 +16,6 @@ from crossdock.workers.sandbox.sandbox import Sandbox, SandboxBusy
 
 _LIMITS = Limits(cpu_seconds=10.0, wall_seconds=20.0, memory_bytes=512 << 20)  # of one scenario
 _MODULE = "crossdock.cluster.simulate.scenario_run"
-_START_S = 60.0
 _KEEP_S = 60.0  # the process ends so long after its last answer
 _MOST_WAITING = 16
 _LEARNT = ("cost", "overrun", "interval_share")  # fields of a replica that are newer than those of its profile
@@ -26,7 +25,7 @@ class Simulator:
     """One scenario at a time, so that real requests keep the cores."""
 
     def __init__(self, dispatcher: Dispatcher | Dispatchers) -> None:
-        self._sandbox = Sandbox(_MODULE, {}, title="the simulator's process", limits=_LIMITS, start_patience_s=_START_S)
+        self._sandbox = Sandbox(_MODULE, {}, title="the simulator's process", limits=_LIMITS)
         self._thread = ThreadPoolExecutor(1, "simulator")  # answers in order of arrival, one after the other
         self._dispatcher = dispatcher
         self._num_waiting = 0

@@ -31,7 +31,7 @@ LIMITS = Limits(cpu_seconds=0.3, wall_seconds=100.0, memory_bytes=256 << 20)
 
 def new_sandbox(limits: Limits = LIMITS, **settings: Any) -> Sandbox:
     module = "tests.workers.sandbox.echo_process"
-    return Sandbox(module, settings, title="the process of echoes", limits=limits, start_patience_s=60.0)
+    return Sandbox(module, settings, title="the process of echoes", limits=limits)
 
 
 @pytest.fixture(scope="module")

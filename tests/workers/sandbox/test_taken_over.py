@@ -35,7 +35,7 @@ def new_sandbox(kind: str, folder: Path, wall_seconds: float = 20.0, **environme
         given = {"tokenizer": (folder / "tokenizer.json").read_text(), "eos_token_ids": [0]}
     limits = replace(GRAMMAR_LIMITS if kind == "grammar" else LIMITS[kind], wall_seconds=wall_seconds)
     named = {"KIND": kind, "FOLDER": str(folder), "TRANSFORMERS_NO_ADVISORY_WARNINGS": "1", **environment}
-    return Sandbox(MODULE, given, title=kind, limits=limits, start_patience_s=120.0, environment=named)
+    return Sandbox(MODULE, given, title=kind, limits=limits, environment=named)
 
 
 @pytest.fixture(scope="module", params=KINDS)

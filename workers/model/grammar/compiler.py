@@ -40,7 +40,6 @@ LIMITS = Limits(
     stack_bytes=1 << 20,  # an eighth of a thread's stack, so that the replica's own threads never overflow theirs
 )
 _MODULE = "crossdock.workers.model.grammar.vetting"
-_START_PATIENCE_S = 30.0  # a start takes half a second on an idle machine
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -273,7 +272,6 @@ def new_vetter(tokenizer: str, eos_token_ids: Sequence[int]) -> Sandbox:
         {"tokenizer": tokenizer, "eos_token_ids": list(eos_token_ids)},
         title="the process that compiles grammars",
         limits=LIMITS,
-        start_patience_s=_START_PATIENCE_S,
     )
 
 
