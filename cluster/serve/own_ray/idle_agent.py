@@ -10,6 +10,7 @@ import os
 import select
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 _LOOK_S = 1.0  # between two looks whether the raylet is there
@@ -34,7 +35,8 @@ def main(agent: str, arguments: list[str]) -> None:
         while is_enough and os.getppid() == raylet:
             if select.select([listener], [], [], _LOOK_S)[0]:
                 connection, _ = listener.accept()
-                with connection:
+                # The raylet would end with this process. It asks again; what a stranger sends is no request.
+                with connection, suppress(OSError, ValueError, LookupError):
                     is_enough = _answered(connection)
     if os.getppid() == raylet:
         own = [f"--runtime-env-agent-port={port}" if "-agent-port=" in each else each for each in arguments]
@@ -53,7 +55,7 @@ def _answered(connection: socket.socket) -> bool:
         reply = b""  # of protobuf: all is well
         if path == b"/get_or_create_runtime_env":
             wanted = json.loads(_first_text(stream.read(length)))
-            if wanted.keys() != {"env_vars"}:
+            if not isinstance(wanted, dict) or wanted.keys() != {"env_vars"}:
                 return False
             context = {"command_prefix": [], "py_executable": sys.executable, "java_jars": []}
             reply = _field(3, json.dumps(context | wanted).encode())

@@ -3,6 +3,7 @@
 import contextlib
 import http.client
 import json
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -63,3 +64,21 @@ def test_environment_of_variables_is_made_at_once_and_another_starts_the_agent(t
             asked(port, {"env_vars": {}, "pip": ["numpy"]})
         assert process.wait(60) == 0
     assert f"--runtime-env-agent-port={port}" in (tmp_path / "agent.started").read_text()
+
+
+@pytest.mark.parametrize(
+    "said",
+    [b"", b"\r\n\r\n", b"POST /get_or_create_runtime_env HTTP/1.1\r\nContent-Length: x\r\n\r\n"]
+    + [b"POST /get_or_create_runtime_env HTTP/1.1\r\nContent-Length: %d\r\n\r\n\n\x7f" % length for length in (2, 9)],
+)
+def test_connection_that_says_no_request_does_not_end_the_agent(tmp_path: Path, said: bytes) -> None:
+    with started(tmp_path, "--runtime-env-agent-port=0") as process:
+        file = tmp_path / "runtime_env_agent_port_n1"
+        eventually(file.exists)
+        port = int(file.read_text())
+        with socket.create_connection(("127.0.0.1", port), timeout=60) as stranger:
+            stranger.sendall(said)
+            stranger.shutdown(socket.SHUT_WR)
+            assert stranger.recv(1) == b""
+        reply = GetOrCreateRuntimeEnvReply.FromString(asked(port, {"env_vars": {}}))
+        assert (reply.status, process.poll()) == (0, None), "the raylet ends with its agent"
