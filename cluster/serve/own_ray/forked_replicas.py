@@ -138,6 +138,11 @@ class _Asked:
     def role(self) -> str | None:
         return cast(str | None, self.request["environment"].get(ROLE))
 
+    @property
+    def has_left(self) -> bool:
+        """Return whether who asked has ended: Ray kills a process that has become no worker in time."""
+        return bool(select.select([self.connection], [], [], 0)[0])  # it says nothing after its request
+
     def close(self) -> None:
         """Close the connection and the files, which the worker has now."""
         self.connection.close()
@@ -160,9 +165,11 @@ def fork_workers(modules: Mapping[str, Sequence[str]], parent: int) -> None:
     gc.disable()  # imports make no garbage worth a seventh of their time
     waiting: list[_Asked] = []
     for asked in _askers(listener, modules, waiting):
-        if not os.fork():
-            break
-        asked.connection.send(_FORKED)
+        if not asked.has_left:
+            if not os.fork():
+                break
+            with contextlib.suppress(OSError):  # it has left since
+                asked.connection.send(_FORKED)
         asked.close()
     else:
         return
@@ -202,7 +209,10 @@ def _arrived(listener: socket.socket) -> Iterator[_Asked]:
             connection.close()
             continue
         request, files, _, _ = socket.recv_fds(connection, _LONGEST_REQUEST, 3)
-        yield _Asked(connection, json.loads(request), files)
+        if request:
+            yield _Asked(connection, json.loads(request), files)
+        else:  # who connected has ended
+            connection.close()
 
 
 def _is_of_this_user(connection: socket.socket) -> bool:

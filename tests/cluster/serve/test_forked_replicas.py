@@ -110,6 +110,33 @@ def test_worker_that_is_not_forked_yet_hears_that_the_forking_process_has_ended(
         assert end_of_workers.read() == b""
 
 
+def test_worker_that_was_given_up_before_its_fork_ends_no_fork_of_others(tmp_path: Path) -> None:
+    """On a slow machine Ray kills what waits for the fork of a worker, and starts it again."""
+    (tmp_path / "early.py").write_text("")
+    (tmp_path / "late.py").write_text(WAITS.format(go=str(tmp_path / "go")))
+    (tmp_path / "worker.py").write_text(WORKER)
+    address = f"\0crossdock-test-{os.getpid()}-given-up"
+
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(address)
+        listener.listen()
+        for request in ({"arguments": ["worker.py", "given-up"], "environment": {}, "folder": str(tmp_path)}, None):
+            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as killed:
+                killed.connect(address)
+                if request is not None:
+                    socket.send_fds(killed, [json.dumps(request).encode()], [0, 1, 2])
+        process = subprocess.Popen([sys.executable, "-c", RUN_FORKING], stdin=listener, cwd=tmp_path)
+        try:
+            (tmp_path / "go").touch()
+            ask([str(tmp_path / "worker.py"), str(tmp_path / "said")], {ROLE: "ingress"}, address)
+            assert eventually((tmp_path / "said").exists)
+            assert process.poll() is None, "the next one is forked, too"
+        finally:
+            process.kill()
+            process.wait(timeout=60)
+    assert not (tmp_path / "given-up").exists()
+
+
 @pytest.mark.parametrize(("context", "script"), [("{}", "worker.py"), ('{"env_vars": {"A": "1"}}', "setup_worker.py")])
 def test_worker_with_a_runtime_environment_alone_is_set_up_by_ray(tmp_path: Path, context: str, script: str) -> None:
     for name in ("worker.py", "setup_worker.py"):
