@@ -30,6 +30,8 @@ os.environ.update(
     RAY_USAGE_STATS_ENABLED="0",
     RAY_AUTH_MODE="disabled",  # else ray.init writes a token into the home directory
     RAY_worker_niceness="0",
+    RAY_worker_register_timeout_seconds="300",  # as in a server's Ray; this one and the next: a machine may be slow
+    RAY_gcs_server_port_wait_time_s="120",
     RAY_SERVE_CONTROL_LOOP_INTERVAL_S="0.1",
     SSL_CERT_DIR="/var/empty",  # no test speaks TLS; to read all certificates takes each client of httpx 25 ms
 )

@@ -197,7 +197,7 @@ def _stay(stop: StopRequest, application: Application, lost: LostReplicas, tell:
 
 
 def _try_to_start_ray(config: ClusterConfig) -> None:
-    """Start Ray. Raises StartFailed with Ray's reason, e.g. that this machine was too busy to start it in 30 s."""
+    """Start Ray. Raises StartFailed with Ray's reason, e.g. that this machine was too busy to start it."""
     try:
         start_ray(config)
     except Exception as error:  # of any kind: for a start that takes too long Ray raises a plain Exception

@@ -12,9 +12,13 @@ ENVIRONMENT = {
 }
 ON_ONE_MACHINE = {  # not RAY_AUTH_MODE: `ray.init` asks for a token by itself, and has read the variable already
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",  # "no": Ray then listens on loopback alone, on Linux too
-    # As long as Ray's ten attempts a second apart: the raylet often asks its own object store a moment too early.
-    "RAY_raylet_client_num_connect_attempts": "500",
+    # Not ten attempts a second apart: the raylet often asks its own object store a moment too early.
+    "RAY_raylet_client_num_connect_attempts": "5000",
     "RAY_raylet_client_connect_timeout_milliseconds": "20",
+    # A worker that has become none in time is killed, and starts again. Its imports, seconds of an idle machine, take
+    # a slow and busy one longer than Ray's own minute. The same holds for Ray's first process, and its 30 s.
+    "RAY_worker_register_timeout_seconds": "300",
+    "RAY_gcs_server_port_wait_time_s": "120",
 }
 
 

@@ -1,6 +1,7 @@
 """Which of Ray's processes a server on one machine does without: they take memory, and seconds of its start."""
 
 import contextlib
+import subprocess
 import sys
 import time
 from collections.abc import Iterator
@@ -20,7 +21,8 @@ _python_command = services._build_python_executable_command_memory_profileable
 _start_process = services.start_ray_process
 _get_node = services.get_node
 _LOOK_S = 0.02  # between two looks whether the raylet is there
-_PATIENCE_S = 30.0  # Ray's own for a raylet
+_PATIENCE_S = 300.0  # for the raylet, which takes seconds on an idle machine
+_raylet: list[subprocess.Popen[bytes]] = []  # the last one that was started here
 
 
 @contextlib.contextmanager
@@ -31,7 +33,7 @@ def without_unused_processes() -> Iterator[None]:
     one node. The log monitor copies logs of workers to the driver, which does not show them. The raylet's two agents,
     for which it waits before it begins, are replaced by `idle_agent.py`. Where replicas and ingresses are forked, one
     worker starts with the raylet, for Serve's controller, and not one for each core. `ray.init` waits for the raylet
-    for 30 s, which are few on a busy machine: it asks when the raylet is there, and then has its 30 s once more.
+    for 30 s, which are few on a busy machine: it asks when the raylet is there or has ended, or after `_PATIENCE_S`.
     benchmarks/records/memory-and-start.md has what each of these saves.
     """
     parameters = parameter.RayParams
@@ -39,7 +41,7 @@ def without_unused_processes() -> Iterator[None]:
     parameter.RayParams = partial(parameters, no_monitor=True, include_log_monitor=False)
     Node.start_api_server = _without_dashboard
     services._build_python_executable_command_memory_profileable = _with_idle_agents
-    services.start_ray_process = _with_one_worker if is_forking() else _start_process
+    services.start_ray_process = _started
     services.get_node = _get_registered_node
     try:
         yield
@@ -63,16 +65,25 @@ def _with_idle_agents(component: str, *arguments: Any, **options: Any) -> list[s
     return command
 
 
-def _with_one_worker(command: list[str], *arguments: Any, **options: Any) -> Any:
-    """Start a process of Ray; the raylet with one worker before it is asked for any."""
-    own = [f"{_PRESTARTED}1" if each.startswith(_PRESTARTED) else each for each in command]
-    return _start_process(own, *arguments, **options)
+def _started(command: list[str], process_type: str, *arguments: Any, **options: Any) -> Any:
+    """Start a process of Ray; the raylet with one worker before it is asked for any, where workers are forked."""
+    if is_forking():
+        command = [f"{_PRESTARTED}1" if each.startswith(_PRESTARTED) else each for each in command]
+    started = _start_process(command, process_type, *arguments, **options)
+    if process_type == ray_constants.PROCESS_TYPE_RAYLET:
+        _raylet[:] = [started.process]
+    return started
 
 
 def _get_registered_node(gcs_address: str, node_id: str) -> Any:
-    """Return Ray's information of a node, once its raylet has registered, or after `_PATIENCE_S`."""
+    """Return Ray's information of a node, once its raylet has registered. Ray raises its own error where it has not."""
     client = GcsClient(address=gcs_address)
     deadline = time.monotonic() + _PATIENCE_S
-    while not client.get_all_node_info() and time.monotonic() < deadline:
+    while not client.get_all_node_info() and _is_running() and time.monotonic() < deadline:
         time.sleep(_LOOK_S)
     return _get_node(gcs_address, node_id)
+
+
+def _is_running() -> bool:
+    """Return whether the raylet has not ended."""
+    return all(raylet.poll() is None for raylet in _raylet)
