@@ -40,7 +40,7 @@ class Limits:
     """Bounds of one child."""
 
     cpu_seconds: float
-    wall_seconds: float  # on a busy machine
+    wall_seconds: float  # several times those of the CPU, for a busy machine
     memory_bytes: int  # beside the memory of the sandbox; of an answer, too
     stack_bytes: int | None = None
 

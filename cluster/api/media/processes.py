@@ -21,8 +21,8 @@ from crossdock.workers.sandbox.sandbox import Sandbox, SandboxBusy, SandboxInter
 logger = logging.getLogger(__name__)
 
 LIMITS = {  # of one picture or video: 32 million pixels take 2 s, a frame of 1080 lines about 7 ms
-    "image": Limits(cpu_seconds=8.0, wall_seconds=20.0, memory_bytes=2 << 30),
-    "video": Limits(cpu_seconds=30.0, wall_seconds=60.0, memory_bytes=2 << 30),
+    "image": Limits(cpu_seconds=8.0, wall_seconds=60.0, memory_bytes=2 << 30),
+    "video": Limits(cpu_seconds=30.0, wall_seconds=200.0, memory_bytes=2 << 30),
 }
 
 _MODULE = "crossdock.cluster.api.media.picture_process"

@@ -14,7 +14,7 @@ from crossdock.cluster.simulate.scenario import HERE, Scenario
 from crossdock.workers.sandbox.limited_child import Limits
 from crossdock.workers.sandbox.sandbox import Sandbox, SandboxBusy
 
-_LIMITS = Limits(cpu_seconds=10.0, wall_seconds=20.0, memory_bytes=512 << 20)  # of one scenario
+_LIMITS = Limits(cpu_seconds=10.0, wall_seconds=60.0, memory_bytes=512 << 20)  # of one scenario
 _MODULE = "crossdock.cluster.simulate.scenario_run"
 _KEEP_S = 60.0  # the process ends so long after its last answer
 _MOST_WAITING = 16

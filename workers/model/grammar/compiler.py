@@ -31,11 +31,11 @@ logger = logging.getLogger(__name__)
 _MOST_CACHED = 128  # compiled grammars and refusals
 _MOST_CACHED_BYTES = 256 << 20
 _MOST_WAITING = 16  # different grammars; most compile within 50 ms
-_PATIENCE_S = 6.0  # of a request for its grammar; a router waits 10 s for a replica's answer
+_PATIENCE_S = 60.0  # of a request for its grammar: a router asks whether the request waits here, and goes on waiting
 _RETRY_S = 2.0
 LIMITS = Limits(
     cpu_seconds=1.0,  # of one compile and a few steps; the largest useful grammars take 0.3 s
-    wall_seconds=4.0,
+    wall_seconds=15.0,
     memory_bytes=512 << 20,
     stack_bytes=1 << 20,  # an eighth of a thread's stack, so that the replica's own threads never overflow theirs
 )
@@ -94,14 +94,11 @@ class GrammarCompiler:
         tokenizer: Path | str | PreTrainedTokenizerBase | None,
         vocab_size: int,
         eos_token_ids: Collection[int] = (),
-        patience_s: float = _PATIENCE_S,
     ) -> None:
         """Take a fast Hugging Face tokenizer, or the one in a directory. None: every grammar is refused.
 
         `vocab_size` is the width of the model's logits. `eos_token_ids` end a text; empty, they are the tokenizer's.
-        `patience_s`: seconds that a request on an event loop waits for its grammar.
         """
-        self._patience_s = patience_s
         self._source, self._vocab_size, self._eos_token_ids = tokenizer, vocab_size, sorted(eos_token_ids)
         self._tokenizer: LLTokenizer | None = None
         self._vetter: Sandbox | None = None
@@ -129,11 +126,11 @@ class GrammarCompiler:
     async def compiled(
         self, grammar: Grammar, token_ids: Sequence[int] = (), may_refuse: bool = True, owner: str = ""
     ) -> GrammarState:
-        """Compile on an event loop, as `compile` does, while the loop goes on. A request that may not be refused waits
-        behind any number of others, at most as long as a router waits for the answer. `owner`: whose turn it takes."""
+        """Compile on an event loop, as `compile` does, while the loop goes on. Waits `_PATIENCE_S` at most; a request
+        that may not be refused waits behind any number of others. `owner`: whose turn it takes."""
         request = self._request(grammar, may_refuse, owner)
         try:
-            async with asyncio.timeout(self._patience_s):
+            async with asyncio.timeout(_PATIENCE_S):
                 found = await asyncio.shield(asyncio.wrap_future(request))  # others may wait for the same grammar
         except TimeoutError:
             raise _overloaded() from None

@@ -44,7 +44,7 @@ def tokenizer(model_dir: Path) -> PreTrainedTokenizerBase:
 
 @pytest.fixture(scope="module")
 def compiler(tokenizer: PreTrainedTokenizerBase) -> Iterator[GrammarCompiler]:
-    compiler = GrammarCompiler(tokenizer, len(tokenizer), patience_s=60.0)  # the machine may be busy
+    compiler = GrammarCompiler(tokenizer, len(tokenizer))
     yield compiler
     compiler.close()
 
@@ -121,7 +121,7 @@ def test_choices_of_one_request_share_one_compile_and_too_many_grammars_are_over
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     async def main() -> None:
-        compiler = GrammarCompiler(tokenizer, len(tokenizer), patience_s=60.0)
+        compiler = GrammarCompiler(tokenizer, len(tokenizer))
         await asyncio.to_thread(compiler.warm_up)
         long = asyncio.create_task(compiler.compiled(LONG))
         same = [asyncio.create_task(compiler.compiled(Grammar("regex", "a+"))) for _ in range(100)]
@@ -143,7 +143,7 @@ def test_owner_whose_grammars_fill_its_share_delays_another_owner_by_one(
     tokenizer: PreTrainedTokenizerBase,
 ) -> None:
     async def main() -> None:
-        compiler, ended = GrammarCompiler(tokenizer, len(tokenizer), patience_s=60.0), list[str]()
+        compiler, ended = GrammarCompiler(tokenizer, len(tokenizer)), list[str]()
         await asyncio.to_thread(compiler.warm_up)
 
         async def compiled(source: str, owner: str) -> None:

@@ -33,7 +33,7 @@ def engine(model_dir: Path) -> Iterator[Engine]:
     model = wrap_module(build("llama", {"vocab_size": vocab_size, "max_position_embeddings": 4096}))
     engine = new_engine(model, EngineConfig(kv_cache_memory=ByteSize(64 << 20), admission="queue"), model_dir)
     engine.grammars.close()
-    engine.grammars = GrammarCompiler(model_dir, vocab_size, patience_s=60.0)  # the machine may be busy
+    engine.grammars = GrammarCompiler(model_dir, vocab_size)
     engine.grammars.warm_up()
     yield engine
     engine.grammars.close()
@@ -44,7 +44,7 @@ def run(engine: Engine, main: Callable[[EngineThread, Channel], Awaitable[None]]
 
     async def all_of_it() -> None:
         thread = EngineThread(engine)
-        async with asyncio.timeout(120):
+        async with asyncio.timeout(240):
             await main(thread, thread.channel("test"))
         await thread.close()
         engine.fail_all("the test has ended")
