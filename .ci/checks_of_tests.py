@@ -1,5 +1,5 @@
 """Check what a script can of tests: each test asserts something, none waits for a fixed time or without a deadline, and
-none gives up a request before a slow machine has answered.
+none gives up a request, a process, a thread or a condition before a slow machine has got so far.
 
 Usage: python .ci/checks_of_tests.py. Prints one line per violation and exits with 1 if there is any. A test asserts
 when it has an assert, expects an exception or a warning, or calls a function of tests that asserts.
@@ -15,11 +15,15 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LONGEST_PAUSE_S = 0.05  # a fixed wait is not long enough on a slow machine, and too long on others
-PATIENCE_S = 60  # of a request; the default of httpx is 5
+PATIENCE_S = 240  # as in tests/waiting.py; the default of httpx is 5
+SHORT_S = 1  # who waits for less means that the time passes
+LEAST_DEADLINE_S = 10  # so does a loop that ends sooner
 FOR_EVER_S = 60.0  # who sleeps so long is there to be killed or cancelled
 ASSERTING = ("assert_", "check_", "raises", "warns", "fail")
 DEADLINES = {"monotonic", "perf_counter", "timeout", "deadline", "wait_for"}
 REQUESTS = {"get", "post", "put", "delete", "request", "stream", "head", "options", "Client", "AsyncClient"}  # of httpx
+WAITS = {"wait", "join", "result", "settimeout", "timeout"}  # with the seconds as their only argument
+CONDITIONS = {"eventually", "until"}  # of tests/waiting.py
 ALLOWED = Counter(  # file: waits that were there before this check. May shrink, not grow.
     {
         "tests/benchmarks/test_chaos.py": 1,
@@ -111,15 +115,51 @@ def check_waits(path: str, tree: ast.Module) -> Iterator[str]:
 
 
 def check_requests(path: str, tree: ast.Module) -> Iterator[str]:
-    """Yield calls of httpx with too short a timeout. With a transport of its own, a client reaches no server."""
+    """Yield calls of httpx without a timeout, or with a short one. A client with a transport reaches no server."""
     for node in ast.walk(tree):
         match node:
             case ast.Call(func=ast.Attribute(value=ast.Name(id="httpx"), attr=name)) if name in REQUESTS:
                 given = {keyword.arg: keyword.value for keyword in node.keywords}
                 timeout = getattr(given.get("timeout", ast.Constant(0)), "value", PATIENCE_S)
-                is_short = isinstance(timeout, int | float) and timeout < PATIENCE_S
+                is_short = isinstance(timeout, int | float) and timeout < SHORT_S
                 if is_short and "transport" not in given:
                     yield f"{path}:{node.lineno}: a request gives up too early; say timeout={PATIENCE_S}"
+
+
+def check_patience(path: str, tree: ast.Module) -> Iterator[str]:
+    """Yield waits that end before a slow machine has got so far: for a process, a thread, a task or a condition.
+
+    Within `pytest.raises(…Timeout…)` the time is meant to pass.
+    """
+    meant = {
+        inner
+        for node in ast.walk(tree)
+        if isinstance(node, ast.With | ast.AsyncWith)
+        and any("Timeout" in ast.unparse(item.context_expr) for item in node.items)
+        for inner in ast.walk(node)
+    }
+    for node in ast.walk(tree):
+        if node not in meant and SHORT_S <= (seconds := _patience(node)) < PATIENCE_S:
+            yield f"{path}:{node.lineno}: gives up after {seconds:g} s; a slow machine needs {PATIENCE_S}"  # type: ignore[attr-defined]
+
+
+def _patience(node: ast.AST) -> float:
+    """Return the constant seconds that a call waits at most, or that a deadline is away; 0 where there are none."""
+    given: ast.expr | None = None
+    match node:
+        case ast.BinOp(left=ast.Call(func=ast.Attribute(attr="monotonic")), right=ast.Constant(value=int(seconds))):
+            return seconds if seconds >= LEAST_DEADLINE_S else 0.0
+        case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name), args=arguments, keywords=keywords):
+            named = {keyword.arg: keyword.value for keyword in keywords}
+            given = named.get("timeout")
+            if name in CONDITIONS:
+                given = named.get("seconds", arguments[-1] if arguments else None)
+            elif name in WAITS and len(arguments) == 1:
+                [given] = arguments
+            elif name == "wait_for" and len(arguments) == 2:
+                given = arguments[1]
+    value = getattr(given, "value", None)
+    return value if isinstance(value, int | float) else 0.0
 
 
 def _has_deadline(loop: ast.While, tree: ast.Module) -> bool:
@@ -156,6 +196,7 @@ def violations(sources: dict[str, str]) -> Iterator[str]:
         if path.rsplit("/", 1)[-1].startswith("test_"):
             yield from check_assertions(path, tree, asserting)
         yield from check_requests(path, tree)
+        yield from check_patience(path, tree)
         found = list(check_waits(path, tree))
         if len(found) > ALLOWED[path]:
             yield from found

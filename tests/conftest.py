@@ -113,7 +113,7 @@ def ray_cluster() -> Iterator[None]:
         for worker in workers:  # a raylet kills the workers that it has started itself
             with contextlib.suppress(psutil.NoSuchProcess):
                 worker.kill()
-        _, alive = psutil.wait_procs(processes, timeout=60)
+        _, alive = psutil.wait_procs(processes, timeout=240)
     assert not alive, f"these outlived Ray: {alive}"
     assert _shared_memory() <= shared_memory, "segments outlived Ray in /dev/shm"
     shutil.rmtree(temp_dir)

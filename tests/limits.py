@@ -67,7 +67,7 @@ def end_children() -> None:
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
-        psutil.wait_procs(children, timeout=1)
+        psutil.wait_procs(children, timeout=0.5)
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:

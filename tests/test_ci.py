@@ -33,7 +33,7 @@ def test_tests_run_whether_or_not_packages_can_be_installed_and_then_a_tenth_of_
         env={**os.environ, "PATH": str(tmp_path)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert ended.returncode == (code or 4), "the exit code of make"

@@ -301,7 +301,7 @@ def url(installed: Installed) -> Iterator[str]:
         assert server.poll() is None, log.read_text()
         yield f"http://127.0.0.1:{port}"
         server.send_signal(signal.SIGINT)
-        assert server.wait(timeout=120) == 0, log.read_text()
+        assert server.wait(timeout=240) == 0, log.read_text()
     finally:
         server.kill()
         server.wait()
@@ -320,5 +320,5 @@ def test_installed_server_computes_by_own_kernels_and_answers_a_chat_and_shows_i
     for file in (ROOT / "cluster" / "web").iterdir():
         is_page = file.suffix == ".html"
         path = f"/{file.stem}" if is_page else f"/web/{file.name}"
-        assert httpx.get(f"{url}{path}", timeout=60).raise_for_status().content == file.read_bytes()
-    assert httpx.get(f"{url}/version", timeout=60).json() == {"version": PROJECT["version"]}
+        assert httpx.get(f"{url}{path}", timeout=240).raise_for_status().content == file.read_bytes()
+    assert httpx.get(f"{url}/version", timeout=240).json() == {"version": PROJECT["version"]}

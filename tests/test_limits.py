@@ -88,7 +88,7 @@ def child_pytest(folder: Path, text: str, *options: str) -> subprocess.Popen[str
 
 def test_test_that_hangs_in_callback_ends_the_process_with_stacks(folder: Path) -> None:
     child = child_pytest(folder, HANGS_IN_CALLBACK, "--timeout=1")
-    output, _ = child.communicate(timeout=120)
+    output, _ = child.communicate(timeout=240)
     assert child.returncode == 1
     assert "test_hangs has not ended" in output
     assert "in callback" in output, output
@@ -103,15 +103,15 @@ def test_test_that_hangs_in_callback_ends_the_process_with_stacks(folder: Path) 
 )
 def test_signal_ends_the_run_and_all_its_processes(folder: Path, text: str, number: signal.Signals) -> None:
     child = child_pytest(folder, text)
-    eventually(lambda: (folder / "ready").exists() or child.poll() is not None, "no test began", 120)
+    eventually(lambda: (folder / "ready").exists() or child.poll() is not None, "no test began")
     below = psutil.Process(child.pid).children(recursive=True)
     assert below
     child.send_signal(number)
-    output, _ = child.communicate(timeout=60)
+    output, _ = child.communicate(timeout=240)
     assert child.returncode == 128 + number
     assert f"ended by {number.name}" in output
     assert "in test_waits" in output, "the stacks"
-    _, alive = psutil.wait_procs(below, timeout=60)
+    _, alive = psutil.wait_procs(below, timeout=240)
     assert alive == []
 
 
@@ -120,7 +120,7 @@ def test_run_lists_missing_programs_with_their_packages_and_records_its_own_seco
 ) -> None:
     monkeypatch.setenv(file_seconds.TO, str(folder / "seconds"))
     child = child_pytest(folder, SKIPS)
-    output, _ = child.communicate(timeout=120)
+    output, _ = child.communicate(timeout=240)
     assert child.returncode == 0, output
     assert [line.split("\t")[0] for line in (folder / "seconds").read_text().splitlines()] == [
         f"tests/{folder.name}/test_child.py"

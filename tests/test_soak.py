@@ -93,7 +93,7 @@ def run(folder: Path, **variables: str) -> str:
         env={**os.environ, **variables},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=240,
         check=False,
     )
     return ended.stdout

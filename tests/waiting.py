@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 T = TypeVar("T")
+PATIENCE_S = 240.0  # a slow and busy machine took more than a minute for what takes an idle one 3 s
 _PAUSE_S = 0.01
 _SHARE = 0.02  # of the wait so far: a long wait asks less often, so that it takes little time from what it waits for
 _LONGEST_PAUSE_S = 0.1
@@ -20,7 +21,7 @@ class Clock:
         return self.now
 
 
-def eventually(holds: Callable[[], T], what: Callable[[], object] | str = "", seconds: float = 60.0) -> T:
+def eventually(holds: Callable[[], T], what: Callable[[], object] | str = "", seconds: float = PATIENCE_S) -> T:
     """Return the first true value of `holds`. `what`: what to say when the deadline passes."""
     began = time.monotonic()
     while not (value := holds()):
@@ -30,7 +31,7 @@ def eventually(holds: Callable[[], T], what: Callable[[], object] | str = "", se
     return value
 
 
-async def until(holds: Callable[[], bool | Awaitable[bool]], seconds: float = 60.0) -> None:
+async def until(holds: Callable[[], bool | Awaitable[bool]], seconds: float = PATIENCE_S) -> None:
     """Do the same among the tasks of an event loop. `holds` may return an awaitable."""
     deadline = time.monotonic() + seconds
     while not (await found if isinstance(found := holds(), Awaitable) else found):

@@ -98,7 +98,7 @@ async def difference(http: httpx.AsyncClient, conversation: Any, places: asyncio
     async with places:
         body = conversation.body(random.Random(str(conversation.request)))
         while True:
-            reply = await http.post(conversation.path, json=body, timeout=120)
+            reply = await http.post(conversation.path, json=body, timeout=240)
             try:
                 answer = answer_of(reply, conversation)
                 break

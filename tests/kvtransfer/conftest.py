@@ -17,6 +17,7 @@ import pytest
 
 from crossdock.kvtransfer.calls import DockCall
 from tests.sweeps import rest_in_soak
+from tests.waiting import PATIENCE_S
 
 TRANSPORTS = ["tcp", "nixl tcp", "nixl tcp,cma"]
 DEFAULTS: dict[str, Any] = {
@@ -59,19 +60,19 @@ class DockProcess:
     def blob(self) -> bytes:
         """The dock's blob. Waits until the process has started, so that several may start at once."""
         if self._blob is None:
-            self._blob = bytes.fromhex(self.answers.get(timeout=120)["answer"])
+            self._blob = bytes.fromhex(self.answers.get(timeout=240)["answer"])
         return self._blob
 
     def ask(self, command: str, **arguments: Any) -> Any:
         assert self.blob
         assert self.process.stdin
         self.process.stdin.write(json.dumps([command, arguments], default=list) + "\n")
-        return self.answers.get(timeout=60)["answer"]
+        return self.answers.get(timeout=240)["answer"]
 
     def call(self, call: DockCall) -> None:
         self.ask("call", **msgspec.to_builtins(call))
 
-    def event(self, kind: str, request: str, epoch: int = 1, timeout: float = 60.0) -> dict[str, Any]:
+    def event(self, kind: str, request: str, epoch: int = 1, timeout: float = PATIENCE_S) -> dict[str, Any]:
         """Remove and return the first event of this kind about this epoch of the request. Waits for it."""
         deadline = time.monotonic() + timeout
         with self.news:
@@ -102,7 +103,7 @@ class DockProcess:
         try:
             self.process.send_signal(signal.SIGCONT)
             self.process.stdin.close()
-            self.process.wait(timeout=60)
+            self.process.wait(timeout=240)
         except BrokenPipeError:
             pass
         finally:
@@ -167,7 +168,7 @@ class DockProcesses:
                 dock.close()
                 continue
             self.idle.setdefault(key, []).append(dock)
-            assert dock.ask("drain", timeout=60), f"a transfer is still open: {dock.ask('counts')}"
+            assert dock.ask("drain", timeout=240), f"a transfer is still open: {dock.ask('counts')}"
             assert dock.ask("counts")["num_open_writes"] == 0
             assert dock.ask("counts")["num_malformed"] == 0
             dock.ask("zero")

@@ -103,7 +103,7 @@ class Rank:
         self.dock = Dock(TcpTransport(), Memory.of(self.pool), spec, role, self.events.put, **options)
 
     def next(self, *kinds: type) -> Event:
-        while not isinstance(event := self.events.get(timeout=120), kinds):
+        while not isinstance(event := self.events.get(timeout=240), kinds):
             pass
         return event
 

@@ -66,7 +66,7 @@ class Local:
         self.dock = Dock(self.transport, Memory.of(self.pool), spec, "test", on_event or self.events.put, **options)
 
     def next(self, kind: type) -> Event:
-        while not isinstance(event := self.events.get(timeout=60), kind):
+        while not isinstance(event := self.events.get(timeout=240), kind):
             pass
         return event
 
@@ -221,7 +221,7 @@ def test_dock_whose_callback_fails_ends_and_its_next_call_raises(caplog: pytest.
 
     local = Local(on_event=broken)
     local.dock.call(CancelShipCall("r", 1))
-    assert local.transport.closed.wait(60), "the dock's thread closes its transport at its end"
+    assert local.transport.closed.wait(240), "the dock's thread closes its transport at its end"
     with pytest.raises(RuntimeError, match="the dock is closed") as error:
         local.dock.call(ChunkCall("r", whole([1]), 1))
     assert isinstance(error.value.__cause__, KeyError)
@@ -243,7 +243,7 @@ def test_dock_whose_transport_is_beyond_repair_ends(caplog: pytest.LogCaptureFix
     local = Local()
     local.transport.num_failures = 1_000_000
     local.transport.wake()
-    assert local.transport.closed.wait(60)
+    assert local.transport.closed.wait(240)
     assert not local.dock.is_alive
     assert "has failed" in caplog.text
     local.dock.close()
@@ -298,6 +298,6 @@ def test_transfer_with_a_dead_peer_ends_and_frees_its_pages(is_known_before: boo
         one.dock.call(PeerDeadCall(gone.dock.blob))
     ended: set[type] = set()
     while ended != {WriterStopped, Released}:
-        ended |= {type(one.events.get(timeout=60))} & {WriterStopped, Released}
+        ended |= {type(one.events.get(timeout=240))} & {WriterStopped, Released}
     assert one.dock.drain(5)
     one.dock.close()

@@ -95,6 +95,6 @@ def test_random_transfers_for_minutes_all_end_well(start: Callable[..., Any]) ->
             with dock.news:
                 dock.events[:] = [e for e in dock.events if e["request"] != request[0]]
     for dock in (*sources, *targets):
-        assert dock.ask("drain", timeout=60)
+        assert dock.ask("drain", timeout=240)
         assert dock.ask("counts")["num_malformed"] == 0
     assert outcomes["arrived"] > 10, outcomes

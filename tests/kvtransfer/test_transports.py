@@ -7,8 +7,6 @@ import pytest
 from crossdock.kvtransfer.calls import WaitCall
 from tests.kvtransfer.transfer import PAGE, Start, Transfer, source_and_target
 
-pytestmark = pytest.mark.timeout(300)
-
 
 def test_scattered_pages_sent_by_chunks_arrive_byte_for_byte(start: Start) -> None:
     source, target = source_and_target(start)

@@ -16,7 +16,7 @@ _numbers = count()
 class Transfer:
     """One request on its way from the ranks of a source to the ranks of a target. Calls go to every rank."""
 
-    def __init__(self, sources: Any, targets: Any, request: str = "", epoch: int = 1, deadline: float = 10.0) -> None:
+    def __init__(self, sources: Any, targets: Any, request: str = "", epoch: int = 1, deadline: float = 60.0) -> None:
         self.sources = sources if isinstance(sources, list) else [sources]
         self.targets = targets if isinstance(targets, list) else [targets]
         self.request = request or f"request-{next(_numbers)}"

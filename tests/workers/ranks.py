@@ -64,7 +64,7 @@ class Ranks:
         for pipe in self.pipes:
             pipe.close()
         for process in self.processes:
-            process.join(60)
+            process.join(240)
             if process.is_alive():
                 process.kill()
                 process.join()

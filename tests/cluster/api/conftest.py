@@ -65,11 +65,11 @@ def serve(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> Iterator[Ser
 
 @pytest.fixture
 def http(url: str, engine: ScriptedDispatcher) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=url, timeout=60) as client:
+    with httpx.Client(base_url=url, timeout=240) as client:
         yield client
 
 
 @pytest.fixture
 def client(url: str, engine: ScriptedDispatcher) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=60) as client:
+    with openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0, timeout=240) as client:
         yield client

@@ -118,14 +118,14 @@ class LiveApi:
 
     def call(self, work: Coroutine[Any, Any, Any]) -> Any:
         """Run a coroutine in the API's thread and return its result."""
-        return asyncio.run_coroutine_threadsafe(work, self.loop).result(150)  # the first engine may take a minute
+        return asyncio.run_coroutine_threadsafe(work, self.loop).result(240)  # the first engine may take a minute
 
     def stop(self) -> None:
         self.call(self._server.close(0))
         self.call(self.api.__aexit__())
         self.call(self._server.close(1))
         self.loop.call_soon_threadsafe(self.loop.stop)
-        self._thread.join(60)
+        self._thread.join(240)
         self.loop.close()
 
     def work(self, key: str = "mine") -> None:

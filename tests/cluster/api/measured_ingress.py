@@ -120,7 +120,7 @@ def measured_ingress(folder: Path) -> Iterator[Ingress]:
     finally:
         with suppress(OSError):
             ours.send("end")
-        process.join(60)
+        process.join(240)
         process.kill()
 
 

@@ -128,7 +128,7 @@ class LiveServer(uvicorn.Server):
 
     def __exit__(self, *exc: object) -> None:
         self.loop.call_soon_threadsafe(self.ends.set)
-        self.thread.join(60)
+        self.thread.join(240)
 
     async def main_loop(self) -> None:
         self.loop, self.ends = asyncio.get_running_loop(), asyncio.Event()
@@ -158,7 +158,7 @@ def serving(
 ) -> Iterator[httpx.Client]:
     """Serve an API of its own, for a test whose settings differ from those of the fixture `url`."""
     app = one_model_api(engine, tokenizer, config, defaults=defaults)  # type: ignore[arg-type]
-    with LiveServer(app) as url, httpx.Client(base_url=url, timeout=60) as http:
+    with LiveServer(app) as url, httpx.Client(base_url=url, timeout=240) as http:
         yield http
 
 
@@ -181,7 +181,7 @@ def two_ingresses(engine: ScriptedDispatcher, tokenizer: ModelTokenizer, **http:
     apps += [build(1), build(0)]
     with ExitStack() as stack:
         urls = [stack.enter_context(LiveServer(app)) for app in apps]
-        yield [stack.enter_context(httpx.Client(base_url=url, timeout=60)) for url in urls]
+        yield [stack.enter_context(httpx.Client(base_url=url, timeout=240)) for url in urls]
 
 
 def guarded(app: Any, max_body_bytes: int = 10, **options: Any) -> HttpGuard:
@@ -206,7 +206,7 @@ def held_bytes(monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
 def raw(url: str) -> Iterator[socket.socket]:
     """Open a TCP connection, for requests that no HTTP client would send."""
     host, port = url.removeprefix("http://").rstrip("/").split(":")
-    with socket.create_connection((host, int(port)), timeout=60) as wire:
+    with socket.create_connection((host, int(port)), timeout=240) as wire:
         yield wire
 
 

@@ -42,7 +42,7 @@ def api(tokenizer: ModelTokenizer) -> Iterator[LiveApi]:
     """Assert at the end that no page is owned and no request is left."""
     with live_api(tokenizer) as server:
         yield server
-        metrics = httpx.get(f"{server.url}/metrics", timeout=60).text
+        metrics = httpx.get(f"{server.url}/metrics", timeout=240).text
         active = [line for line in metrics.splitlines() if line.startswith("crossdock_requests_active")]
         assert active
         assert {line.rsplit(" ", 1)[1] for line in active} == {"0.0"}
@@ -59,7 +59,7 @@ def check(status: int, content_type: str, text: str, *, is_anthropic: bool) -> N
 
 
 def test_document_names_every_endpoint(api: LiveApi) -> None:
-    assert httpx.get(f"{api.url}/openapi.json", timeout=60).json()["paths"].keys() == DOCUMENT["paths"].keys()
+    assert httpx.get(f"{api.url}/openapi.json", timeout=240).json()["paths"].keys() == DOCUMENT["paths"].keys()
     served = {getattr(route, "path", "").replace(":path", "") for route in api.api.app.routes}
     pages = {path for path in served if path.startswith(("/web/", "/dashboard", "/simulator"))}
     assert served - pages - {"/openapi.json", ""} == set(DOCUMENT["paths"])
@@ -81,7 +81,7 @@ def attack(api: LiveApi, path: str, method: str) -> None:
             if path == "/v1/responses":
                 del case.body["max_tokens"], case.body["max_completion_tokens"]
                 case.body["max_output_tokens"] = 2
-        answer = case.call(base_url=api.url, timeout=60)
+        answer = case.call(base_url=api.url, timeout=240)
         content_type = answer.headers.get("content-type", [""])[0]
         check(answer.status_code, content_type, answer.text, is_anthropic=path.startswith("/v1/messages"))
         if answer.status_code >= 400:
@@ -126,7 +126,7 @@ def test_known_field_with_any_value_is_answered(api: LiveApi, path: str) -> None
             error = answer.json()["error"]
             assert error["param"] or error["code"] == "invalid_json", "it names the field"
 
-    with httpx.Client(base_url=api.url, timeout=60) as http:
+    with httpx.Client(base_url=api.url, timeout=240) as http:
         attempt()
 
 
@@ -156,7 +156,7 @@ def test_any_bytes_are_answered(
     assert not answer or answer.startswith(b"HTTP/1.1 ")
     is_other_version = answer.startswith(b"HTTP/1.1 505")  # such bytes may say that they are HTTP/2
     assert is_other_version or not answer.startswith(b"HTTP/1.1 5"), answer
-    assert httpx.get(f"{api.url}/health", timeout=60).status_code == 200
+    assert httpx.get(f"{api.url}/health", timeout=240).status_code == 200
 
 
 @pytest.mark.soak

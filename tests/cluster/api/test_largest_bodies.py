@@ -34,7 +34,7 @@ def ingress(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ingress]:
 
 @pytest.fixture(scope="module")
 def http(ingress: Ingress) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=ingress.url, timeout=200) as client:
+    with httpx.Client(base_url=ingress.url, timeout=240) as client:
         yield client
 
 

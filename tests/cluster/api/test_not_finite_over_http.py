@@ -41,7 +41,7 @@ async def answers(folder: Path, rounds: list[list[dict[str, Any]]]) -> list[list
         dispatcher.join("r0", replica, replica.profile)
         await all_up(dispatcher, 1)
         transport = httpx.ASGITransport(app)
-        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as http:
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=240) as http:
             return [
                 await asyncio.gather(*(http.post("/v1/completions", json=body) for body in bodies)) for bodies in rounds
             ]

@@ -16,6 +16,6 @@ def unread(port: int, request: bytes) -> socket.socket:
     wire = socket.socket()
     wire.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     wire.connect(("127.0.0.1", port))
-    wire.settimeout(60)
+    wire.settimeout(240)
     wire.sendall(request)
     return wire

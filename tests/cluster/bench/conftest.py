@@ -30,7 +30,7 @@ def scripted_server() -> Iterator[tuple[CurrentScript, str]]:
         server = uvicorn.Server(uvicorn.Config(current, log_level="warning", ws="none", lifespan="off"))
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while not server.started and time.monotonic() < deadline:
             time.sleep(0.01)
         yield current, f"http://127.0.0.1:{listener.getsockname()[1]}"

@@ -133,7 +133,7 @@ def test_request_beyond_the_timeout_has_failed(scripted: tuple[Scripted, str]) -
     script, url = scripted
 
     async def slow() -> Sample:
-        server = Server(url, timeout=5)
+        server = Server(url, timeout=240)
         await server.connect()
         script.first_delay, server.timeout = 30, 0.1
         return await server.run(Job((Segment("x", 4),), 3), Sample("request", 3, 4))

@@ -18,7 +18,7 @@ def _often(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def wait_for(file: io.StringIO, text: str) -> None:
     """Wait until a text has been written. A text that never comes ends the test by pytest's own limit."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while text not in file.getvalue():
         assert time.monotonic() < deadline, file.getvalue()
         time.sleep(0.001)

@@ -191,7 +191,7 @@ def test_interference_closes_its_streams_after_the_long_prompts(scripted: tuple[
     for stream in (s for s in result.samples if s.role == "stream"):
         assert stream.stopped
         assert 4 < stream.output_tokens < 4096
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 240
     while script.closed_early < 3 and time.monotonic() < deadline:
         time.sleep(0.02)
     assert script.closed_early == 3  # the server sees its clients go

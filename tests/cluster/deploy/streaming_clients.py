@@ -24,7 +24,7 @@ def stream(url: str, key: str, number: int, pause: float) -> list[int]:
     body = {"model": "small", "prompt": PROMPTS[number], "max_tokens": 100, "ignore_eos": True, "stream": True}
     body |= {"seed": number, "temperature": 0.8, "return_token_ids": True}
     headers, tokens = {"Authorization": f"Bearer {key}"}, []
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=60) as answer:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=headers, timeout=240) as answer:
         if answer.status_code != 200:
             raise RuntimeError(f"HTTP {answer.status_code}: {answer.read().decode()}")
         for line in answer.iter_lines():

@@ -119,7 +119,7 @@ def test_cluster_comes_up_over_ssh_serves_upgrades_without_losing_a_stream_and_g
         laptop.run(f"ray up --yes --no-config-cache {CLUSTER}")
         note("ray up --yes ray-cluster.yaml: the head is up")
         assert not cluster["head"].processes("/tmp/raylet"), "this is how ray stop ends what is not its own"
-        theirs.wait(60)
+        theirs.wait(240)
         assert ours.poll() is None
 
         with subprocess.Popen(laptop.command(f"exec ray dashboard {CLUSTER}"), stdin=subprocess.PIPE) as forward:
@@ -185,7 +185,7 @@ def upgraded(laptop: Machine, before: dict[str, int], note: Any) -> dict[str, An
         note("serve deploy of a new configuration, under load: two other replicas answer")
         assert not after.keys() & before.keys()
         time.sleep(5)
-        printed, _ = clients.communicate(timeout=120)
+        printed, _ = clients.communicate(timeout=240)
     outcome: dict[str, Any] = json.loads(printed)
     note(f"{outcome['ended']} streams ended in full, problems: {outcome['problems']}")
     return outcome

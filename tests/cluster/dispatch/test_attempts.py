@@ -113,7 +113,7 @@ async def test_submission_that_waits_for_the_engine_longer_than_any_answer_takes
     client, goes_on = Asked(), threading.Event()
     timeouts = Timeouts(taken_s=0.05, patience_s=0.05)
     async with serving(Dispatcher("tiny", timeouts=timeouts, most_placements=1), one=client) as dispatcher:
-        step = asyncio.create_task(client.engine_thread.call(lambda: goes_on.wait(60)))  # the step that runs is long
+        step = asyncio.create_task(client.engine_thread.call(lambda: goes_on.wait(240)))  # the step that runs is long
         outputs = [asyncio.create_task(tokens(dispatcher, f"{number}", 2)) for number in range(40)]
         await until(lambda: client.num_asked >= 3 or any(output.done() for output in outputs))
         goes_on.set()

@@ -36,7 +36,7 @@ async def test_waiting_requests_ask_once_and_go_on_when_the_replica_is_up() -> N
 async def test_request_that_cannot_wait_for_the_start_is_told_when_to_come_back() -> None:
     model = Model(12.3)
     with pytest.raises(ModelStarting, match="predicted to be up in 12 s") as refused:
-        await model.start.wait(10.0)
+        await model.start.wait(patience_s=10.0)
     error = as_api_error(refused.value)
     assert (error.status, error.code, error.headers["Retry-After"]) == (503, "model_starting", "13")
     assert model.num_asked == 1, "the start goes on nevertheless"

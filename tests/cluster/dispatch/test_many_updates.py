@@ -36,7 +36,7 @@ async def test_a_hundred_updates_under_load_with_deaths_mix_no_answer(tmp_path: 
             while not is_over.is_set():
                 stream = Stream(dispatcher, f"{next(names)}", LENGTH)
                 try:
-                    await asyncio.wait_for(stream.task, 60)
+                    await asyncio.wait_for(stream.task, 240)
                 except ReplicaLost as error:  # the replica that is up to date died, and the other one catches up
                     unavailable.append(str(error))
                     await asyncio.sleep(0.05)

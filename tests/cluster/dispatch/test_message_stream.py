@@ -51,7 +51,7 @@ async def test_ingress_reads_all_tokens_of_its_requests() -> None:
         assert not (await anext(messages)).deltas
         submitting = asyncio.create_task(stream.submit(work(20)))
         tokens = list[int]()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             async for message in messages:
                 tokens += [token for delta in message.deltas for token in delta.token_ids]
                 if any(delta.finish_reason for delta in message.deltas):
@@ -60,7 +60,7 @@ async def test_ingress_reads_all_tokens_of_its_requests() -> None:
         assert await submitting >= 0
         assert not lasting.done()
         stream.close()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             await lasting
 
 
@@ -70,7 +70,7 @@ async def test_requests_of_an_ingress_that_is_gone_are_aborted_at_once() -> None
         await anext(stream.messages())
         await driven.thread.submit("other", work(2_000))
         stream.close()  # as the kernel does for a process that was killed
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             await lasting
         assert "other" not in driven.thread.channels
 
@@ -91,7 +91,7 @@ async def reading(stream: MessageStream) -> AsyncGenerator[None, None]:
     task = asyncio.create_task(read())
     yield
     stream.close()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         await task
 
 
@@ -118,7 +118,7 @@ async def test_each_submission_gets_its_own_answer_whatever_the_order() -> None:
             found = dict[str, object]()
             for name in reversed(may_answer):
                 may_answer[name].set()
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(240):
                     (found[name],) = await asyncio.gather(asked[name], return_exceptions=True)
     assert found["taken"] == 7
     for name, refusal in refusals.items():
@@ -147,7 +147,7 @@ async def test_submission_without_an_answer_ends_with_the_connection() -> None:
             await asyncio.sleep(0)
         with pytest.raises(ReplicaBroken):
             await submitting
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             await given_up.wait()
             await lasting
         with pytest.raises(ReplicaBroken):
@@ -158,7 +158,7 @@ async def test_bytes_that_are_no_submission_end_the_connection() -> None:
     async with driving() as driven, opening(driven) as (address, lasting):
         reader, writer = await asyncio.open_connection(address.host, address.port)
         writer.write(address.ticket + LENGTH.pack(3) + b"abc")
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             await lasting
         writer.close()
         del reader
@@ -180,7 +180,7 @@ async def test_stranger_gets_no_messages(ticket: bytes, monkeypatch: pytest.Monk
     monkeypatch.setattr(outlet, "_CONNECT_S", 0.2)
     async with driving() as driven, opening(driven) as (address, _):
         stream = await MessageStream.open(address._replace(ticket=ticket))
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             assert [message async for message in stream.messages()] == []
         assert "other" not in driven.thread.channels
 
@@ -191,7 +191,7 @@ async def test_strangers_that_say_nothing_leave_place_for_an_ingress(monkeypatch
     async with driving() as driven, opening(driven) as (address, _):
         strangers = [await MessageStream.open(address._replace(ticket=b"")) for _ in range(5)]
         stream = await MessageStream.open(address)
-        async with asyncio.timeout(60):  # a stranger has an hour
+        async with asyncio.timeout(240):  # a stranger has an hour
             await anext(stream.messages())
         for each in (*strangers, stream):
             each.close()
@@ -202,7 +202,7 @@ async def test_ticket_is_for_one_connection() -> None:
         first = await MessageStream.open(address)
         await anext(first.messages())
         again = await MessageStream.open(address)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             assert [message async for message in again.messages()] == []
         assert "other" in driven.thread.channels
         first.close()

@@ -167,51 +167,49 @@ def test_real_deployment_updates_from_a_folder_and_from_ray(
 
         def answer() -> tuple[list[int], object]:
             body = {"prompt": PROMPT, "max_tokens": 8, "min_tokens": 8, "temperature": 0, "return_token_ids": True}
-            [choice] = httpx.post(f"{url}/v1/completions", json=body, timeout=60).json()["choices"]
+            [choice] = httpx.post(f"{url}/v1/completions", json=body, timeout=240).json()["choices"]
             return choice["token_ids"], choice.get("weight_versions")
 
         def after_sleep(level: int) -> list[int]:
             """Return the answer to a request that comes while replicas sleep."""
-            assert httpx.post(f"{url}/sleep?level={level}", timeout=60).status_code == 200
-            assert httpx.get(f"{url}/is_sleeping", timeout=60).json() == {"is_sleeping": True}
+            assert httpx.post(f"{url}/sleep?level={level}", timeout=240).status_code == 200
+            assert httpx.get(f"{url}/is_sleeping", timeout=240).json() == {"is_sleeping": True}
             with ThreadPoolExecutor(1) as thread:
                 waiting = thread.submit(answer)
                 in_flight = re.compile(r"^crossdock_ingress_requests(\{.*\})? [1-9]", re.MULTILINE)
-                eventually(
-                    lambda: in_flight.search(httpx.get(f"{url}/metrics", timeout=60).text), "no request waits", 60
-                )
-                assert httpx.post(f"{url}/wake_up", timeout=60).status_code == 200
+                eventually(lambda: in_flight.search(httpx.get(f"{url}/metrics", timeout=240).text), "no request waits")
+                assert httpx.post(f"{url}/wake_up", timeout=240).status_code == 200
                 return waiting.result()[0]
 
         assert answer() == (old, None)
         assert after_sleep(2) == old
         update = {"model_path": "new", "weight_version": "a"}
-        done = httpx.post(f"{url}/update_weights_from_disk", json=update, timeout=60)
+        done = httpx.post(f"{url}/update_weights_from_disk", json=update, timeout=240)
         assert done.status_code == 200, done.text
         for _ in range(4):
             assert answer() == (new, [{"version": "a", "start": 0, "end": 8}])
         assert after_sleep(2) == new
         assert push_weights(before.items()) == "2"
-        found = httpx.post(f"{url}/weight_checker", json={"action": "checksum"}, timeout=60).json()
+        found = httpx.post(f"{url}/weight_checker", json={"action": "checksum"}, timeout=240).json()
         assert found == {"checksums": {name: checksum(tensor) for name, tensor in before.items()}}
         for _ in range(4):
             assert answer() == (old, [{"version": "2", "start": 0, "end": 8}])
         chat = {"model": "smol", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 4}
         for path, body in (("messages", chat), ("responses", {"input": "Hi", "max_output_tokens": 4})):
-            whole = httpx.post(f"{url}/v1/{path}", json=body, timeout=60).json()
+            whole = httpx.post(f"{url}/v1/{path}", json=body, timeout=240).json()
             end = whole["usage"]["output_tokens"]
             assert whole["weight_versions"] == [{"version": "2", "start": 0, "end": end}]
-            events = httpx.post(f"{url}/v1/{path}", json=body | {"stream": True}, timeout=60).text
+            events = httpx.post(f"{url}/v1/{path}", json=body | {"stream": True}, timeout=240).text
             assert events.count('"weight_versions":[{"version":"2","start":0') == 1, path
-        told = httpx.get(f"{url}/server_info", timeout=60).json()["vllm_config"]
+        told = httpx.get(f"{url}/server_info", timeout=240).json()["vllm_config"]
         assert told["model_config"]["dtype"] == "torch.float32"
         assert told["weight_transfer_config"] == {"backend": "gloo"}, "a CPU has no NCCL"
-        refused = httpx.post(f"{url}/sleep?level=2", timeout=60)
+        refused = httpx.post(f"{url}/sleep?level=2", timeout=240)
         assert (refused.status_code, "a trainer has pushed them" in refused.text) == (400, True)
         assert after_sleep(1) == old
-        wrong = httpx.post(f"{url}/update_weights_from_disk", json={"model_path": "../x"}, timeout=60)
+        wrong = httpx.post(f"{url}/update_weights_from_disk", json={"model_path": "../x"}, timeout=240)
         assert wrong.status_code == 400
-        assert httpx.post(f"{url}/pause?mode=keep", timeout=60).json() == {"status": "paused"}
-        assert httpx.get(f"{url}/get_world_size", timeout=60).json() == {"world_size": 1}
-        assert httpx.post(f"{url}/resume", timeout=60).json() == {"status": "resumed"}
+        assert httpx.post(f"{url}/pause?mode=keep", timeout=240).json() == {"status": "paused"}
+        assert httpx.get(f"{url}/get_world_size", timeout=240).json() == {"world_size": 1}
+        assert httpx.post(f"{url}/resume", timeout=240).json() == {"status": "resumed"}
         assert answer()[0] == old

@@ -179,8 +179,8 @@ def test_application_that_a_driver_runs_answers_a_chat(ray_cluster: None, small_
     try:
         body = {"model": "small", "messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}
         url = f"http://127.0.0.1:{port}/v1/chat/completions"
-        eventually(lambda: httpx.post(url, json=body, timeout=60).status_code == 200)
-        assert httpx.post(url, json=body, timeout=60).json()["usage"]["completion_tokens"] == 3
+        eventually(lambda: httpx.post(url, json=body, timeout=240).status_code == 200)
+        assert httpx.post(url, json=body, timeout=240).json()["usage"]["completion_tokens"] == 3
     finally:
         serve.delete("python")
 

@@ -34,7 +34,7 @@ def test_forking_process_ends_when_no_replica_will_be_forked(monkeypatch: pytest
         (process,) = eventually(forking)  # its command line is empty for a moment
         fork_none()
         assert SOCKET not in os.environ
-        process.wait(timeout=60)
+        process.wait(timeout=240)
     assert not forking()
 
 
@@ -67,14 +67,14 @@ def test_worker_is_forked_once_the_modules_of_its_role_are_imported(tmp_path: Pa
         ]  # it has asked, so the process hears it before it imports `late`
         process = subprocess.Popen([sys.executable, "-c", RUN_FORKING], stdin=listener, cwd=tmp_path)
         try:
-            assert not replica.result(timeout=60), "it did not wait for the modules of ingresses"
+            assert not replica.result(timeout=240), "it did not wait for the modules of ingresses"
             ingress = pool.submit(forked, "ingress")
             (tmp_path / "go").touch()
-            assert ingress.result(timeout=60)
+            assert ingress.result(timeout=240)
             assert forked("replica")
         finally:
             process.kill()
-            process.wait(timeout=60)
+            process.wait(timeout=240)
 
 
 def test_worker_that_is_not_forked_yet_hears_that_the_forking_process_has_ended(tmp_path: Path) -> None:
@@ -92,7 +92,7 @@ def test_worker_that_is_not_forked_yet_hears_that_the_forking_process_has_ended(
         listener.bind(address)
         listener.listen()
         for client, role in ((ingress, "ingress"), (replica, "replica")):
-            client.settimeout(60)
+            client.settimeout(240)
             client.connect(address)
             request = {"arguments": ["worker.py"], "environment": {ROLE: role}, "folder": str(tmp_path)}
             socket.send_fds(client, [json.dumps(request).encode()], [0, output, 2])
@@ -104,7 +104,7 @@ def test_worker_that_is_not_forked_yet_hears_that_the_forking_process_has_ended(
             assert ingress.recv(1) == b""
         finally:
             process.kill()
-            process.wait(timeout=60)
+            process.wait(timeout=240)
             (tmp_path / "end").touch()
         assert select.select([end_of_workers], [], [], 60)[0], "the forked worker ends"
         assert end_of_workers.read() == b""
@@ -133,7 +133,7 @@ def test_worker_that_was_given_up_before_its_fork_ends_no_fork_of_others(tmp_pat
             assert process.poll() is None, "the next one is forked, too"
         finally:
             process.kill()
-            process.wait(timeout=60)
+            process.wait(timeout=240)
     assert not (tmp_path / "given-up").exists()
 
 
@@ -148,6 +148,6 @@ def test_worker_with_a_runtime_environment_alone_is_set_up_by_ray(tmp_path: Path
         "--port=1",
     ]
     run = [sys.executable, forked_replicas.__file__, *asked]
-    ran = subprocess.run(run, capture_output=True, text=True, check=True, timeout=60)
+    ran = subprocess.run(run, capture_output=True, text=True, check=True, timeout=240)
     own = [str(tmp_path / "worker.py"), "--port=1"]
     assert ran.stdout.strip() == str(own if script == "worker.py" else [str(tmp_path / script), *asked])

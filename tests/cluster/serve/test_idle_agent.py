@@ -34,7 +34,7 @@ def started(folder: Path, *flags: str) -> Iterator[subprocess.Popen[bytes]]:
 def asked(port: int, wanted: object) -> bytes:
     """Return the answer to a request for a runtime environment, as the raylet asks."""
     request = GetOrCreateRuntimeEnvRequest(serialized_runtime_env=json.dumps(wanted), source_process="raylet")
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=240)
     connection.request("POST", "/get_or_create_runtime_env", request.SerializeToString())
     return connection.getresponse().read()
 
@@ -62,7 +62,7 @@ def test_environment_of_variables_is_made_at_once_and_another_starts_the_agent(t
         assert not (tmp_path / "agent.started").exists()
         with pytest.raises(http.client.RemoteDisconnected):
             asked(port, {"env_vars": {}, "pip": ["numpy"]})
-        assert process.wait(60) == 0
+        assert process.wait(240) == 0
     assert f"--runtime-env-agent-port={port}" in (tmp_path / "agent.started").read_text()
 
 
@@ -76,7 +76,7 @@ def test_connection_that_says_no_request_does_not_end_the_agent(tmp_path: Path, 
         file = tmp_path / "runtime_env_agent_port_n1"
         eventually(file.exists)
         port = int(file.read_text())
-        with socket.create_connection(("127.0.0.1", port), timeout=60) as stranger:
+        with socket.create_connection(("127.0.0.1", port), timeout=240) as stranger:
             stranger.sendall(said)
             stranger.shutdown(socket.SHUT_WR)
             assert stranger.recv(1) == b""

@@ -36,7 +36,7 @@ class Served(NamedTuple):
     def ask(self, method: str, path: str, **options: Any) -> httpx.Response | None:
         """Return an answer; None: nothing listens, or the connection broke."""
         try:
-            return httpx.request(method, self.url + path, timeout=60, **options)
+            return httpx.request(method, self.url + path, timeout=240, **options)
         except httpx.TransportError:
             return None
 
@@ -71,7 +71,7 @@ def served(ray_cluster: None, small_model_dir: Path, tmp_path_factory: pytest.Te
         asking = thread.submit(ask_at_once)
         try:
             with deployed(config, 1):
-                asking.result(60)
+                asking.result(240)
                 yield found
         finally:
             stops.set()
@@ -85,7 +85,7 @@ def kill_ingress(port: int) -> None:
     """End the process that listens at a port as `kill -9` does, and wait until it is gone."""
     [process] = [each for each in psutil.process_iter() if listens(each, port)]
     process.kill()
-    process.wait(60)
+    process.wait(240)
 
 
 def listens(process: psutil.Process, port: int) -> bool:
@@ -122,7 +122,7 @@ def test_pause_and_sleep_survive_the_loss_of_the_only_ingress(
         gone_on = served.ask("POST", go_on)
         assert gone_on is not None
         assert gone_on.status_code == 200, gone_on.text
-        answer = waiting.result(60)
+        answer = waiting.result(240)
     assert answer is not None
     assert answer.json()["choices"] == before.json()["choices"]
     assert served.status("/ready") == 200

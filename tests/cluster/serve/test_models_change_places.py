@@ -63,6 +63,6 @@ def test_two_models_change_places_by_demand_and_back_without_a_failed_request(ur
             moved = seconds_until(lambda wanted=wanted: sizes() == wanted)  # type: ignore[misc]
             line = f"{model}: answers after {answered:.1f} s, both replicas after {answered + moved:.1f} s\n"
             sys.stdout.write(line)
-    for each in httpx.get(f"{url}/v1/scaling", timeout=60).json()["data"]:
+    for each in httpx.get(f"{url}/v1/scaling", timeout=240).json()["data"]:
         sys.stdout.write(f"{each['pool']}: {each['replicas_before']} to {each['replicas']}, {each['reason']}\n")
     assert not clients.problems, clients.problems[0]

@@ -27,12 +27,12 @@ def num_up() -> int:
 
 
 def wait_until_up(count: int) -> None:
-    eventually(lambda: num_up() == count, lambda: f"{num_up()} up, not {count}", 180)
+    eventually(lambda: num_up() == count, lambda: f"{num_up()} up, not {count}")
 
 
 def decisions(url: str) -> list[dict[str, Any]] | None:
     """Return the newest decisions of the scaler that runs; None while none answers."""
-    answer = httpx.get(f"{url}/v1/scaling", timeout=60)
+    answer = httpx.get(f"{url}/v1/scaling", timeout=240)
     found: list[dict[str, Any]] | None = answer.json()["data"] if answer.status_code == 200 else None
     return found
 
@@ -48,7 +48,7 @@ def test_pool_grows_under_load_and_shrinks_without_failing_a_request(ray_cluster
 
         def ask(_: int) -> None:
             body = {"model": "smol", "prompt": "The harbour", "max_tokens": 100, "ignore_eos": True}
-            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=120)
+            answer = httpx.post(f"{url}/v1/completions", json=body, timeout=240)
             assert answer.status_code == 200, answer.text
             assert answer.json()["usage"]["completion_tokens"] == 100
 
@@ -61,7 +61,7 @@ def test_pool_grows_under_load_and_shrinks_without_failing_a_request(ray_cluster
             assert decision["load"]["streams"] > 0
             ((_, scaler),) = pools.processes("scaler").items()
             scaler.kill()
-            eventually(partial(keeps_two, lambda: decisions(url) == []), seconds=120)  # none: another scaler has begun
+            eventually(partial(keeps_two, lambda: decisions(url) == []))  # none: another scaler has begun
             end = time.monotonic() + 4  # longer than a scaler takes to shrink a pool
             eventually(partial(keeps_two, lambda: time.monotonic() > end))
         wait_until_up(1)
@@ -77,14 +77,14 @@ def test_scaler_assigns_an_idle_decode_replica_to_prefill_under_prompts(
 
         def ask(number: int) -> None:
             body = {"model": "smol", "input": pools.prompt(number, 2000)}
-            answer = httpx.post(f"{url}/v1/embeddings", json=body, timeout=120)
+            answer = httpx.post(f"{url}/v1/embeddings", json=body, timeout=240)
             assert answer.status_code == 200, answer.text
 
         def flips() -> list[dict[str, Any]]:
             return [each for each in decisions(url) or () if each["error"] is None and each.get("role") == "prefill"]
 
         with Clients(4, ask) as clients:
-            flip = eventually(flips, "no role changed", 120)[0]
+            flip = eventually(flips, "no role changed")[0]
             before = pools.sample_of(url, "crossdock_prompt_tokens_total", flip["replica"])
             eventually(
                 lambda: pools.sample_of(url, "crossdock_prompt_tokens_total", flip["replica"]) > before,

@@ -33,15 +33,15 @@ def test_adapter_loaded_at_one_ingress_is_served_by_both(url: str, small_model_d
 
     def answer(model: str) -> httpx.Response:
         body = {"model": model, "prompt": prompt, "max_tokens": 8, "min_tokens": 8, "temperature": 0}
-        return httpx.post(f"{url}/v1/completions", json=body | {"return_token_ids": True}, timeout=60)
+        return httpx.post(f"{url}/v1/completions", json=body | {"return_token_ids": True}, timeout=240)
 
     assert answer("one").status_code == 404
-    loaded = httpx.post(f"{url}/v1/load_lora_adapter", json={"lora_name": "one", "lora_path": "one"}, timeout=60)
+    loaded = httpx.post(f"{url}/v1/load_lora_adapter", json={"lora_name": "one", "lora_path": "one"}, timeout=240)
     assert loaded.status_code == 200, loaded.text
     wanted = one.greedy(prompt, 8)
     for _ in range(6):  # requests go to both ingresses
         assert answer("one").json()["choices"][0]["token_ids"] == wanted
     assert answer("smol").json()["choices"][0]["token_ids"] != wanted
-    assert "crossdock_adapter_loads_total" in httpx.get(f"{url}/metrics", timeout=60).text
-    assert httpx.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": "one"}, timeout=60).status_code == 200
+    assert "crossdock_adapter_loads_total" in httpx.get(f"{url}/metrics", timeout=240).text
+    assert httpx.post(f"{url}/v1/unload_lora_adapter", json={"lora_name": "one"}, timeout=240).status_code == 200
     assert [answer("one").status_code for _ in range(6)] == [404] * 6

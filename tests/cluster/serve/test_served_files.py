@@ -46,13 +46,13 @@ def test_ranks_that_are_served_again_load_the_files_of_the_ranks_before(
         with serving(tmp_path / name, str(model), *flags) as (process, url):
             yield url
             process.send_signal(signal.SIGINT)
-            assert process.wait(timeout=60) == 0
+            assert process.wait(timeout=240) == 0
 
     def answers(url: str) -> list[list[int]]:
         found = []
         for prompt in prompts:
             body = {"model": "model", "prompt": prompt, "max_tokens": 8, "temperature": 0, "return_token_ids": True}
-            answer = httpx.post(f"{url}/v1/completions", json=body | {"ignore_eos": True}, timeout=120).json()
+            answer = httpx.post(f"{url}/v1/completions", json=body | {"ignore_eos": True}, timeout=240).json()
             found.append(answer["choices"][0]["token_ids"])
         return found
 

@@ -93,7 +93,7 @@ async def test_change_of_which_an_ingress_was_not_told_reaches_its_requests(
     await asyncio.sleep(0)
     assert "first" in new.names.by_name
     new.fails = False
-    await until(lambda: "first" not in new.names.by_name, 60)
+    await until(lambda: "first" not in new.names.by_name)
     new.shared.check()
     await asyncio.gather(old.shared.close(), new.shared.close())
 

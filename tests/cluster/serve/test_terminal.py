@@ -72,7 +72,7 @@ def served(small_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> I
     with serving(log, str(small_model_dir), *flags) as (server, url):
         yield server.pid, url, log
         server.send_signal(signal.SIGINT)
-        assert server.wait(timeout=60) == 0
+        assert server.wait(timeout=240) == 0
 
 
 def replicas_of(server: int, pool: str) -> list[psutil.Process]:
@@ -97,7 +97,7 @@ def test_replica_that_is_killed_is_one_sentence_and_what_it_did_goes_on(served: 
     server, url, log = served
     before = log.read_text()
     body = {"prompt": [7] * 64, "max_tokens": 600, "ignore_eos": True, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as answer:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=240) as answer:
         events = (line for line in answer.iter_lines() if line.startswith("data: "))
         next(events)
         decodes = {each["replica"] for each in data(url, "replicas") if each["pool"] == "decode"}
@@ -111,7 +111,7 @@ def test_replica_that_is_killed_is_one_sentence_and_what_it_did_goes_on(served: 
     def told() -> str:
         return log.read_text().removeprefix(before)
 
-    eventually(lambda: REPLICA.search(told()) is not None and " is up, " in told(), told, 120)
+    eventually(lambda: REPLICA.search(told()) is not None and " is up, " in told(), told)
     match = REPLICA.search(told())
     assert match is not None
     name, role, reason, what, file = match.groups()
@@ -124,7 +124,7 @@ def test_replica_that_is_killed_is_one_sentence_and_what_it_did_goes_on(served: 
 
 
 def data(url: str, path: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = httpx.get(f"{url}/v1/{path}", timeout=60).json()["data"]
+    found: list[dict[str, Any]] = httpx.get(f"{url}/v1/{path}", timeout=240).json()["data"]
     return found
 
 
@@ -146,16 +146,16 @@ def test_client_is_told_when_to_try_again_while_nothing_can_serve(served: tuple[
                         victim.kill()
 
     def refused() -> bool:
-        answers.append(httpx.post(f"{url}/v1/completions", json={"prompt": [7], "max_tokens": 1}, timeout=60))
+        answers.append(httpx.post(f"{url}/v1/completions", json={"prompt": [7], "max_tokens": 1}, timeout=240))
         return answers[-1].status_code == 503
 
     killing = threading.Thread(target=kill_replicas)
     killing.start()
     try:
-        eventually(refused, lambda: str([answer.status_code for answer in answers]), 60)
+        eventually(refused, lambda: str([answer.status_code for answer in answers]))
     finally:
         was_refused.set()
         killing.join()
     assert 1 <= int(answers[-1].headers["Retry-After"]) <= 60
-    eventually(lambda: not refused(), lambda: str(answers[-1].text), 180)
+    eventually(lambda: not refused(), lambda: str(answers[-1].text))
     assert answers[-1].status_code == 200

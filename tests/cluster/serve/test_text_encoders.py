@@ -42,7 +42,7 @@ def url(ray_cluster: None, model: Any, folder: Path) -> Iterator[str]:
 
 
 def embed(url: str, given: Any, **fields: Any) -> httpx.Response:
-    return httpx.post(f"{url}/v1/embeddings", json={"input": given, "model": "smol", **fields}, timeout=120)
+    return httpx.post(f"{url}/v1/embeddings", json={"input": given, "model": "smol", **fields}, timeout=240)
 
 
 def unit(model: Any, token_ids: list[int]) -> np.ndarray[Any, Any]:
@@ -59,13 +59,13 @@ def test_vectors_over_http_are_those_of_transformers_and_chats_are_refused(url: 
         np.testing.assert_allclose(found, unit(model, tokenizer(text)["input_ids"]), atol=5e-5)
     body = {"model": "smol", "messages": [{"role": "user", "content": "a"}]}
     for path, fields in (("/v1/chat/completions", body), ("/v1/completions", {"model": "smol", "prompt": "a"})):
-        answer = httpx.post(f"{url}{path}", json=fields, timeout=60)
+        answer = httpx.post(f"{url}{path}", json=fields, timeout=240)
         assert answer.status_code == 400
         assert answer.json()["error"]["param"] == "model"
         assert "use /v1/embeddings" in answer.json()["error"]["message"]
-    (card,) = httpx.get(f"{url}/v1/models", timeout=60).json()["data"]
+    (card,) = httpx.get(f"{url}/v1/models", timeout=240).json()["data"]
     assert card["max_model_len"] == POSITIONS
-    replicas = httpx.get(f"{url}/v1/replicas", timeout=60).json()["data"]
+    replicas = httpx.get(f"{url}/v1/replicas", timeout=240).json()["data"]
     assert [each["profile"]["generates"] for each in replicas] == [False] * REPLICAS
     texts = [line for line in summary(replicas) if line.startswith("Texts: ")]
     assert texts == [line for line in texts if f"up to {POSITIONS} tokens each" in line and "no KV pages" in line]

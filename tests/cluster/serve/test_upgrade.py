@@ -52,7 +52,7 @@ def config(
 
 def budgets(url: str) -> dict[str, int]:
     """Return max_num_batched_tokens of each replica, as one of the ingresses knows it."""
-    data = httpx.get(f"{url}/v1/replicas", timeout=60).json()["data"]
+    data = httpx.get(f"{url}/v1/replicas", timeout=240).json()["data"]
     return {replica["replica"]: replica["profile"]["max_num_batched_tokens"] for replica in data}
 
 
@@ -105,7 +105,7 @@ def test_upgrade_under_load_replaces_every_process_and_drops_no_stream(
                 lambda: f"{before} became {budgets(url)}",
             )
             after, done = budgets(url), clients.num_ok
-            eventually(lambda: clients.num_ok >= done + 8, "the new replicas do not serve", 180)
+            eventually(lambda: clients.num_ok >= done + 8, "the new replicas do not serve")
         try:
             serve.delete(APP)
         except TimeoutError as error:

@@ -54,7 +54,7 @@ class Pty:
 
     def expect(self, text: str) -> None:
         """Wait until `text` appears after the text that was expected before."""
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 240
         while text not in self._seen:
             ready, _, _ = select.select([self._master], [], [], max(0, deadline - time.monotonic()))
             assert ready, f"no {text!r} in {self._seen!r}"
@@ -69,14 +69,14 @@ class Pty:
 
     def close(self) -> int:
         """Return the exit status, once the command has ended."""
-        code = self.process.wait(timeout=60)
+        code = self.process.wait(timeout=240)
         os.close(self._master)
         return code
 
     def vanish(self) -> int:
         """Close the terminal under the running command, and return the exit status."""
         os.close(self._master)
-        return self.process.wait(timeout=60)
+        return self.process.wait(timeout=240)
 
 
 def _own_terminal() -> None:

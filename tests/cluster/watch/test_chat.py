@@ -100,7 +100,7 @@ def test_closed_answer_stops_the_server_and_keeps_its_text(talk: Conversation, s
     answer = talk.say("hi")
     assert next(answer).text == "Hel"
     answer.close()
-    assert script.stalls.wait(60)
+    assert script.stalls.wait(240)
     assert talk.turns[-1] == {"role": "assistant", "content": "Hel"}
 
 
@@ -196,7 +196,7 @@ def test_chat_at_a_terminal_answers_commands_ctrl_c_and_ctrl_d(script: Script) -
     terminal.expect("Hel")
     terminal.send("\x03")
     terminal.expect("stopped")
-    assert script.stalls.wait(60)
+    assert script.stalls.wait(240)
     terminal.expect("> ")
     script.stalls, script.status = None, 503
     terminal.send("and?\r")
@@ -215,10 +215,10 @@ def test_chat_as_background_job_stops_on_sigint(script: Script) -> None:
             assert chat.stdout is not None
             assert chat.stdout.read(3) == "Hel"
             chat.send_signal(signal.SIGINT)
-            assert chat.wait(60) == 130
+            assert chat.wait(240) == 130
         finally:
             chat.kill()
-    assert script.stalls.wait(60)
+    assert script.stalls.wait(240)
 
 
 @pytest.mark.parametrize("gets_hangup", [True, False])

@@ -425,6 +425,6 @@ def test_top_restores_the_terminal_at_sigterm(server: tuple[Deployment, str]) ->
     terminal.expect(REPLICA)
     assert not terminal.echoes()
     terminal.process.terminate()
-    assert terminal.process.wait(60) == 128 + signal.SIGTERM
+    assert terminal.process.wait(240) == 128 + signal.SIGTERM
     assert terminal.echoes()
     terminal.close()

@@ -220,7 +220,7 @@ def test_starts_at_once_read_one_measurement(cache: Path) -> None:
         return {(kernel, count): [lambda: sum(range(20_000))] for kernel in KERNELS for count in rows}
 
     def start() -> KernelChoice:
-        barrier.wait(60)
+        barrier.wait(240)
         return measured_choice("products", {}, KERNELS, ROWS, cells)
 
     with ThreadPoolExecutor(4) as pool:

@@ -163,7 +163,7 @@ def test_ranks_take_the_choice_of_the_first_one_whatever_they_measured(monkeypat
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     one, other = (of(Counted(), name) for name in ("one", "other"))
-    rank, both = threading.local(), threading.Barrier(2, timeout=60)
+    rank, both = threading.local(), threading.Barrier(2, timeout=240)
     monkeypatch.setattr(long_chunks, "installed", lambda _: rank.installed)
     monkeypatch.setattr(long_chunks, "times_of", lambda *_: rank.times)
     texts = ["", ""]

@@ -51,7 +51,7 @@ class Nccl:
 
 def test_rank_joins_with_the_id_that_a_vllm_trainer_stores(pickled: bytes) -> None:
     """The trainer's store waits until all ranks have come, as `StatelessProcessGroup.create` opens it."""
-    port, wait, joined = free_port(), timedelta(seconds=60), []
+    port, wait, joined = free_port(), timedelta(seconds=240), []
 
     def join() -> None:
         store = dist.TCPStore("127.0.0.1", port, 2, False, wait)  # type: ignore[attr-defined]
@@ -61,7 +61,7 @@ def test_rank_joins_with_the_id_that_a_vllm_trainer_stores(pickled: bytes) -> No
     thread.start()
     store = dist.TCPStore("127.0.0.1", port, 2, True, wait, use_libuv=False)  # type: ignore[attr-defined]
     store.set("broadcast_from/0/0", pickled)
-    thread.join(60)
+    thread.join(240)
     assert [(each.id, each.place, each.sums) for each in joined] == [(ID, (1, 2), 1)]
 
 

@@ -105,7 +105,7 @@ async def hold(thread: EngineThread, before: threading.Event | None = None) -> t
 
     def wait() -> None:
         is_held.set()
-        gate.wait(60)
+        gate.wait(240)
 
     holding = asyncio.create_task(thread.call(wait))
     _holding.add(holding)

@@ -24,6 +24,7 @@ from crossdock.workers.replica.transfer.fetches import OnFigures
 from crossdock.workers.replica.transfer.handover import Handover, connect
 from crossdock.workers.schedule.request.request import FinishReason, TokenDelta
 from crossdock.workers.schedule.request.submission import Leg, SamplingParams, Submission
+from tests.waiting import PATIENCE_S
 from tests.workers.architectures import build
 
 _HAS_NIXL = importlib.util.find_spec("nixl") is not None
@@ -41,7 +42,7 @@ class Side:
         model: str = "tiny",
         deadline_s: float = 5.0,
         engine: Engine | None = None,
-        patience_s: float = 20.0,
+        patience_s: float = PATIENCE_S,
         checksum: bool = False,
         **config: object,
     ) -> None:

@@ -111,7 +111,7 @@ async def test_batch_ends_and_holds_nothing_after_one_file_call_fails(
                     case = Case(tmp_path / f"case{number}", end)
                 files.fail(f"{function} /case{number}{path}", nth, code)
                 try:
-                    async with asyncio.timeout(60):
+                    async with asyncio.timeout(240):
                         await case.run(files)
                 except (AssertionError, TimeoutError) as error:
                     with files.never():

@@ -23,7 +23,7 @@ def collector(
             assert self.headers["content-type"] == "application/x-protobuf"
             received.append(ExportTraceServiceRequest.FromString(body))
             if answers is not None:
-                answers.wait(100)
+                answers.wait(240)
             self.send_response(status)
             self.end_headers()
 

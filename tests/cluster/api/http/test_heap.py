@@ -34,10 +34,10 @@ async def test_heap_is_trimmed_once_after_several_large_requests(monkeypatch: py
     for _ in range(3):
         each.trim_later()
     assert not trimmed, "the requests' own objects are still there"
-    await asyncio.wait_for(event.wait(), 30)
+    await asyncio.wait_for(event.wait(), 240)
     event.clear()
     each.trim_later()
-    await asyncio.wait_for(event.wait(), 30)
+    await asyncio.wait_for(event.wait(), 240)
     assert len(trimmed) == 2
 
 
@@ -81,18 +81,18 @@ def print_kept_by_threads() -> None:
     before, together = psutil.Process().memory_info().rss, threading.Barrier(NUM_THREADS)
 
     def use() -> None:
-        together.wait(60)
+        together.wait(240)
         libc, blocks = written(120)
-        together.wait(60)
+        together.wait(240)
         for block in blocks:
             libc.free(block)
-        together.wait(60)  # the heap of a thread that ends is another thread's
+        together.wait(240)  # the heap of a thread that ends is another thread's
 
     threads = [threading.Thread(target=use) for _ in range(NUM_THREADS)]
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(240)
     trim()
     sys.stdout.write(f"{psutil.Process().memory_info().rss - before}\n")
 

@@ -44,7 +44,7 @@ async def listening(app: Any = echo, write_timeout_s: float = 60, keep_alive_s: 
     port = free_port()
     server = await listen(app, "127.0.0.1", port, keep_alive_s=keep_alive_s, write_timeout_s=write_timeout_s)
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             yield port
     finally:
         await server.close(0)
@@ -52,7 +52,7 @@ async def listening(app: Any = echo, write_timeout_s: float = 60, keep_alive_s: 
 
 async def answer(reader: asyncio.StreamReader) -> bytes:
     try:
-        return await asyncio.wait_for(reader.read(), 60)
+        return await asyncio.wait_for(reader.read(), 240)
     except ConnectionResetError:
         return b"reset"
 
@@ -127,7 +127,7 @@ async def test_idle_connection_ends_after_an_answer(monkeypatch: pytest.MonkeyPa
 
 
 async def test_bodies_and_several_requests_do_not_count_as_head() -> None:
-    async with listening() as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+    async with listening() as port, httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=240) as http:
         for number in range(4):
             headers = {f"x-{place}": "v" * 1000 for place in range(50)}
             body = bytes([65 + number]) * (10 * MAX_HEAD_BYTES)
@@ -372,7 +372,7 @@ async def test_client_that_reads_slowly_stays() -> None:
                     await asyncio.sleep(0.05)
                     read = 0
                     while read < 200_000 and not app.ends:
-                        read += len(await asyncio.wait_for(loop.sock_recv(wire, 65536), 60))
+                        read += len(await asyncio.wait_for(loop.sock_recv(wire, 65536), 240))
                     longest_pause = max(longest_pause, loop.time() - newest)
                     newest = loop.time()
                 stays = app.ends == []

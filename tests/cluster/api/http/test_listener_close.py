@@ -35,7 +35,7 @@ async def closing() -> AsyncIterator[tuple[Listener, int, asyncio.Event]]:
 
     port = free_port()
     server = await listen(app, "127.0.0.1", port)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         yield server, port, may_answer
     may_answer.set()
     assert await server.close(5)

@@ -144,7 +144,7 @@ async def test_answer_counts_until_it_is_read() -> None:
 
     port = free_port()
     server = await listen(guarded(app, memory=Shares(20 * MIB)), "127.0.0.1", port)
-    async with asyncio.timeout(60), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+    async with asyncio.timeout(240), httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=240) as http:
         with unread(port, b"GET / HTTP/1.1\r\nhost: a\r\n\r\n") as wire:
             wire.setblocking(False)
             loop, received = asyncio.get_running_loop(), 0
@@ -189,7 +189,7 @@ async def test_of_large_bodies_that_come_together_as_many_are_served_as_fit() ->
         await guard({"type": "http", "method": "POST", "path": "/", "headers": headers}, receive, send)
 
     guard = guarded(app, size, memory=Shares(most))
-    async with asyncio.timeout(60), asyncio.TaskGroup() as clients:
+    async with asyncio.timeout(240), asyncio.TaskGroup() as clients:
         for _ in range(64):
             clients.create_task(ask(guard))
         await until(lambda: len(statuses) == 64 - most // (2 * size))

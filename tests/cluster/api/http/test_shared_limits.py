@@ -41,7 +41,7 @@ def test_running_requests_count_wherever_they_run(ingresses: list[httpx.Client],
         thread.start()
     eventually(lambda: engine.running == 2)
     for http in ingresses:
-        with httpx.Client(base_url=http.base_url, timeout=60) as other:
+        with httpx.Client(base_url=http.base_url, timeout=240) as other:
             assert "2 requests at once" in refused(post(other, "running"), 429)["message"]
     gate.set()
     for thread in begun:

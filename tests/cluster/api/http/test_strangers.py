@@ -60,7 +60,7 @@ def test_body_that_arrives_for_too_long_is_refused_however_fast_it_is(
     with raw(url) as wire:
         wire.sendall(HEAD % (b"/v1/completions", b"") + b"content-length: 100000\r\n\r\n")
         wire.settimeout(0.05)
-        received, ends = b"", time.monotonic() + 20
+        received, ends = b"", time.monotonic() + 240
         while not received and time.monotonic() < ends:
             wire.sendall(b" " * 200)
             with suppress(TimeoutError):
@@ -161,7 +161,7 @@ async def listening(engine: Any, tokenizer: ModelTokenizer) -> AsyncIterator[int
     port = free_port()
     server = await listen(one_model_api(engine, tokenizer, KEYS), "127.0.0.1", port, has_keys=True)
     try:
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             yield port
     finally:
         await server.close(1)

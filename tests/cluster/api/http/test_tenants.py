@@ -33,7 +33,7 @@ def api(tokenizer: ModelTokenizer) -> Iterator[LiveApi]:
 
 
 def get(api: LiveApi, path: str, key: str = "mine") -> Any:
-    answer = httpx.get(api.url + path, headers={"authorization": f"Bearer {key}"}, timeout=60)
+    answer = httpx.get(api.url + path, headers={"authorization": f"Bearer {key}"}, timeout=240)
     assert answer.status_code == 200, answer.text
     return answer.json()
 

@@ -71,7 +71,7 @@ def _no_exporter_left() -> Iterator[None]:
     yield
     for thread in threading.enumerate():
         if "Otel" in thread.name:
-            thread.join(60)
+            thread.join(240)
             assert not thread.is_alive()
 
 
@@ -308,7 +308,7 @@ async def test_collector_that_is_down_delays_no_request(
     if not is_silent:
         answers.set()
     with collector(503, answers) as (url, received):
-        async with asyncio.timeout(200):
+        async with asyncio.timeout(240):
             async with TracedApi(tokenizer, one(), otlp_endpoint=url) as api:
                 for _ in range(20):
                     assert (await api.ask()).status_code == 200

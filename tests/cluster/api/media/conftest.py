@@ -71,7 +71,7 @@ def picture_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Picture
     dispatcher = ScriptedDispatcher(tokenizer, max_model_len=2000)
     app = one_model_api(dispatcher, tokenizer, config, media=media)  # type: ignore[arg-type]
     try:
-        with LiveServer(app) as url, httpx.Client(base_url=url, timeout=60) as http:
+        with LiveServer(app) as url, httpx.Client(base_url=url, timeout=240) as http:
             yield PictureServer(url, http, dispatcher, media, registry, folder)
     finally:
         media.close()

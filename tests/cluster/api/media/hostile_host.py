@@ -92,7 +92,7 @@ class HostileHost:
         self.opens.set()
         self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
-        self._thread.join(5)
+        self._thread.join(240)
 
     def _accept(self) -> None:
         with suppress(OSError):
@@ -102,7 +102,7 @@ class HostileHost:
 
     def _serve(self, wire: socket.socket) -> None:
         with wire, suppress(OSError):
-            wire.settimeout(60)
+            wire.settimeout(240)
             head = b""
             while b"\r\n\r\n" not in head:
                 received = wire.recv(65536)
@@ -132,7 +132,7 @@ class HostileHost:
                     wire.sendall(b"x")
                     time.sleep(0.1)
             case "/held":
-                self.opens.wait(120)
+                self.opens.wait(240)
                 _send(wire, encoded(picture()), status=query.get("status", ["200"])[0])
             case "/silent":
                 time.sleep(5)

@@ -81,7 +81,7 @@ def hostile_scene(
     app = one_model_api(dispatcher, tokenizer, http_config, media=media)  # type: ignore[arg-type]
     try:
         media.wait_until_ready()  # the start of its processes is nothing that a test waits for
-        with HostileHost() as host, LiveServer(app) as url, httpx.Client(base_url=url, timeout=60) as http:
+        with HostileHost() as host, LiveServer(app) as url, httpx.Client(base_url=url, timeout=240) as http:
             yield HostileScene(root, http, host, witness, names, media)
     finally:
         media.close()

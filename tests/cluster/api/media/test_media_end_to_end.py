@@ -52,7 +52,7 @@ async def answered(kind: str, folder: Path, *pairs: Sequence[dict[str, Any]]) ->
         dispatcher.join("r0", replica, replica.profile)
         await all_up(dispatcher, 1)
         async with httpx.AsyncClient(
-            transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=60
+            transport=httpx.ASGITransport(app), base_url="http://localhost", timeout=240
         ) as http:
             return [await alone_and_together(http, *pair) for pair in pairs]
     finally:

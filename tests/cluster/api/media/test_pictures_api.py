@@ -66,7 +66,7 @@ def test_owners_share_no_processed_picture(picture_server: PictureServer) -> Non
     paths = {"/v1/chat/completions": {"max_tokens": 2}, "/tokenize": {}, "/v1/messages/count_tokens": {"model": "tiny"}}
     source = {"type": "base64", "media_type": "image/png", "data": png(44, 44, 12).partition(",")[2]}
     found = []
-    with LiveServer(app) as url, httpx.Client(base_url=url, timeout=60) as client:
+    with LiveServer(app) as url, httpx.Client(base_url=url, timeout=240) as client:
         for key in "aabb":
             before = picture_server.metric("picture_seconds_count")
             for path, fields in paths.items():
@@ -256,7 +256,7 @@ def test_model_of_text_refuses_pictures_of_every_api(tokenizer: ModelTokenizer) 
     app = one_model_api(dispatcher, tokenizer, HttpConfig())  # type: ignore[arg-type]
     url = png()
     source = {"type": "base64", "media_type": "image/png", "data": base64.b64encode(b"x").decode()}
-    with LiveServer(app) as server, httpx.Client(base_url=server, timeout=60) as http:
+    with LiveServer(app) as server, httpx.Client(base_url=server, timeout=240) as http:
         chat = {"messages": [{"role": "user", "content": [TEXT, image_part(url)]}]}
         error = refused(http.post("/v1/chat/completions", json=chat), 400, param="messages[0].content[1]")
         assert "takes text only" in error["message"]

@@ -171,7 +171,7 @@ def test_server_without_videos_says_why(
     limits = MediaLimits(AllowedHosts(()), None, 1, most_videos, 1 << 20, 1 << 20, 1.0, 0, 1 << 20, {}, {})
     media = Media(tmp_path, names, limits)
     app = one_model_api(ScriptedDispatcher(tokenizer), tokenizer, HttpConfig(), media=media)  # type: ignore[arg-type]
-    with LiveServer(app) as address, httpx.Client(base_url=address, timeout=60) as client:
+    with LiveServer(app) as address, httpx.Client(base_url=address, timeout=240) as client:
         messages = [{"role": "user", "content": [video_part(url())]}]
         answer = client.post("/v1/chat/completions", json={"messages": messages})
         assert reason in refused(answer, 400, param="messages[0].content[0]")["message"]

@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from tests.cluster.ports import free_port
-from tests.waiting import eventually
+from tests.waiting import PATIENCE_S, eventually
 
 MISSING = [name for name in ("chromium", "chromedriver") if shutil.which(name) is None]
 REASON = "needs a browser: apt-get install chromium chromium-driver"
@@ -27,7 +27,7 @@ ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the protocol's name for a ref
 class Browser:
     """One window. Every method is a request to chromedriver."""
 
-    def __init__(self, patience_s: float = 60) -> None:
+    def __init__(self, patience_s: float = PATIENCE_S) -> None:
         """Start Chromium. A request to it, such as the opening of a page, may take `patience_s` seconds."""
         port = free_port()
         self._profile = tempfile.mkdtemp(prefix="cd-browser-")
@@ -38,7 +38,7 @@ class Browser:
         self._session = ""
         arguments = [*ARGUMENTS.split(), f"--user-data-dir={self._profile}"]
         wanted = {"goog:chromeOptions": {"args": arguments}, "goog:loggingPrefs": {"browser": "ALL"}}
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + PATIENCE_S
         while not self._session:
             try:
                 made = self._http.post("/session", json={"capabilities": {"alwaysMatch": wanted}}).json()["value"]
@@ -53,7 +53,7 @@ class Browser:
         self._http.delete(f"/session/{self._session}")
         self._http.close()
         self._driver.terminate()
-        self._driver.wait(60)
+        self._driver.wait(240)
         shutil.rmtree(self._profile, ignore_errors=True)
 
     def _post(self, what: str, **body: Any) -> Any:
@@ -104,5 +104,5 @@ class Browser:
     def screenshot(self, path: Path) -> None:
         path.write_bytes(base64.b64decode(self._http.get(f"/session/{self._session}/screenshot").json()["value"]))
 
-    def eventually(self, holds: Callable[[], bool], seconds: float = 60.0) -> None:
+    def eventually(self, holds: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
         eventually(holds, lambda: f"did not come true: {self.text('body')[:1000]}", seconds)

@@ -62,7 +62,7 @@ def http(
     adapters = AdapterNames(read, root / "all", notify, ("tiny", "other"), check)
     api = one_model_api(engine, tokenizer, HttpConfig(api_keys=keys, model_aliases=("other",)), adapters=adapters)  # type: ignore[arg-type]
     headers = {"authorization": "Bearer operator"}
-    with LiveServer(api) as url, httpx.Client(base_url=url, timeout=60, headers=headers) as client:
+    with LiveServer(api) as url, httpx.Client(base_url=url, timeout=240, headers=headers) as client:
         yield client
 
 
@@ -143,6 +143,6 @@ def test_key_without_the_right_to_see_all_loads_nothing(http: httpx.Client) -> N
 
 
 def test_server_without_a_folder_loads_nothing(url: str) -> None:
-    answer = httpx.post(f"{url}{LOAD}", json={"lora_name": "sql", "lora_path": "one"}, timeout=60)
+    answer = httpx.post(f"{url}{LOAD}", json={"lora_name": "sql", "lora_path": "one"}, timeout=240)
     assert answer.status_code == 403
     assert "--enable-lora --lora-folder FOLDER" in answer.json()["error"]["message"]

@@ -51,7 +51,7 @@ def test_anthropics_tool_runner_without_a_thread_runs_to_its_end(tokenizer: Mode
     engine.script = call_then_story
     with (
         serving(engine, tokenizer, HttpConfig(tool_call_parser="hermes")) as http,
-        anthropic.Anthropic(base_url=str(http.base_url), api_key="none", max_retries=0, timeout=60) as client,
+        anthropic.Anthropic(base_url=str(http.base_url), api_key="none", max_retries=0, timeout=240) as client,
     ):
         runner: Any = client.beta.messages.tool_runner(
             model="tiny",

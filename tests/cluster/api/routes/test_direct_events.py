@@ -104,7 +104,7 @@ def without_times(content: bytes) -> bytes:
 
 
 async def answer(port: int, path: str, body: dict[str, Any]) -> bytes:
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=240) as http:
         found = await http.post(path, json={"stream": True, "temperature": 0, **body})
     assert found.status_code == 200, found.text
     return found.content
@@ -155,7 +155,7 @@ async def test_client_of_http_1_0_gets_the_same_events_without_chunks(tokenizer:
         head = f"POST {CHAT} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {len(content)}\r\n\r\n"
         reader, writer = await asyncio.open_connection("127.0.0.1", port)
         writer.write(head.encode() + content)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(240):
             received = await reader.read()
         writer.close()
     _, _, body = received.partition(b"\r\n\r\n")
@@ -186,7 +186,7 @@ async def test_error_of_an_event_ends_its_request_alone(
     monkeypatch.setattr(Choice, "read", broken)
     async with serving(tokenizer) as (replica, port):
         headers = {"x-request-id": "broken"}
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=60) as http:
+        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", headers=headers, timeout=240) as http:
             failed = await http.post(COMPLETION, json={"prompt": "Hi", "stream": True})
         assert "internal_error" in failed.text
         await until(lambda: len(replica.aborted) == 1)

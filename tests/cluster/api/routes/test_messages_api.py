@@ -34,7 +34,7 @@ EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
 @pytest.fixture
 def claude(url: str, engine: ScriptedDispatcher) -> Iterator[anthropic.Anthropic]:
-    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
+    with anthropic.Anthropic(base_url=url, api_key="none", max_retries=0, timeout=240) as client:
         yield client
 
 

@@ -72,7 +72,7 @@ def http(
     engines: dict[str, ScriptedDispatcher], tokenizer: ModelTokenizer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[httpx.Client]:
     app = built(engines, tokenizer, tmp_path_factory.mktemp("several"))
-    with LiveServer(app) as url, httpx.Client(base_url=url, timeout=60) as client:
+    with LiveServer(app) as url, httpx.Client(base_url=url, timeout=240) as client:
         yield client
 
 

@@ -42,7 +42,7 @@ def test_pages_load_from_this_server_only(open_api: LiveApi) -> None:
     """The policy forbids other sources, and no page would violate it."""
     assert {"/dashboard", "/web/style.css", "/web/dashboard.js"} <= web_assets().keys()
     for path, page in web_assets().items():
-        answer = httpx.get(open_api.url + path, timeout=60)
+        answer = httpx.get(open_api.url + path, timeout=240)
         assert (answer.status_code, answer.headers["content-type"]) == (200, page.media_type)
         policy = answer.headers["content-security-policy"]
         assert policy.startswith("default-src 'none'")
@@ -56,7 +56,7 @@ def test_pages_load_from_this_server_only(open_api: LiveApi) -> None:
 
 def test_steps_hide_requests_of_other_keys(guarded: LiveApi) -> None:
     guarded.work("mine")
-    with httpx.Client(base_url=guarded.url, timeout=60) as http:
+    with httpx.Client(base_url=guarded.url, timeout=240) as http:
 
         def names(key: str) -> set[str | None]:
             (replica,) = http.get("/v1/replicas", headers=bearer(key)).json()["data"]
@@ -71,7 +71,7 @@ def test_steps_hide_requests_of_other_keys(guarded: LiveApi) -> None:
 
 def test_steps_are_sent_once(open_api: LiveApi) -> None:
     open_api.work()
-    with httpx.Client(base_url=f"{open_api.url}/v1", timeout=60) as http:
+    with httpx.Client(base_url=f"{open_api.url}/v1", timeout=240) as http:
 
         def replica(*after: str) -> dict[str, Any]:
             (found,) = http.get("/replicas", params=[("after", value) for value in after]).json()["data"]
@@ -140,7 +140,7 @@ def keep_busy(api: LiveApi, key: str = "none") -> Callable[[], None]:
 
     def end() -> None:
         stop.set()
-        thread.join(60)
+        thread.join(240)
 
     return end
 

@@ -132,7 +132,7 @@ class Watched:
 
         async def ask() -> httpx.Response:
             async with httpx.AsyncClient(transport=httpx.ASGITransport(self.app), base_url="http://localhost") as http:
-                return await http.post(path, json=body, timeout=60)
+                return await http.post(path, json=body, timeout=240)
 
         answer = asyncio.run(self.turns.during(ask()))
         assert answer.status_code == 200, answer.text
@@ -249,7 +249,7 @@ async def test_cancelled_reader_of_many_choices_ends_all() -> None:
     reading.cancel()  # while the choices are being ended
     with pytest.raises(asyncio.CancelledError):
         await reading
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(240):
         while ended < 100:
             await asyncio.sleep(0)
     assert ended == 100
@@ -323,7 +323,7 @@ async def test_huge_texts_are_encoded_one_at_a_time(
 
     watched.tokenizer.encode = counted  # type: ignore[method-assign]
     async with httpx.AsyncClient(transport=httpx.ASGITransport(watched.app), base_url="http://localhost") as http:
-        asking = (http.post("/tokenize", json={"prompt": "dog " * 30_000}, timeout=60) for _ in range(4))
+        asking = (http.post("/tokenize", json={"prompt": "dog " * 30_000}, timeout=240) for _ in range(4))
         assert [answer.status_code for answer in await asyncio.gather(*asking)] == [200] * 4
     assert most == 1
 

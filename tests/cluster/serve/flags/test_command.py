@@ -118,7 +118,7 @@ def test_serve_whose_ray_does_not_start_prints_rays_reason(small_model_dir: Path
     folder.mkdir()
     command = [COMMAND, "serve", str(small_model_dir), "--device", "emulated:l4-8b", "--port", str(free_port())]
     environment = {**os.environ, "RAY_TMPDIR": str(folder)}
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert ended.returncode == 1
     assert "Ray does not start: " in ended.stderr
     assert "107 bytes" in ended.stderr
@@ -175,7 +175,7 @@ def test_server_is_up_once_each_ingress_has_its_replicas(
 
 def chat(url: str, **fields: Any) -> str:
     body = {"messages": [{"role": "user", "content": "What is the capital of France?"}], "max_tokens": 12, **fields}
-    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=60).raise_for_status().json()
+    answer = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=240).raise_for_status().json()
     text: str = answer["choices"][0]["message"]["content"]
     return text
 
@@ -231,7 +231,7 @@ def test_serve_answers_chat_and_after_sigterm_lets_streams_end_until_sigint(
             *_, last, done = first
             server.send_signal(signal.SIGINT)
             *_, cut, _ = endless
-        assert server.wait(timeout=60) == 0  # 5 s on two quiet cores
+        assert server.wait(timeout=240) == 0  # 5 s on two quiet cores
     assert '"finish_reason":"length"' in last, "the running stream ended whole"
     assert done == "data: [DONE]"
     assert '"code":"service_unavailable"' in cut
@@ -240,7 +240,7 @@ def test_serve_answers_chat_and_after_sigterm_lets_streams_end_until_sigint(
 
 def streamed(url: str, max_tokens: int) -> AbstractContextManager[httpx.Response]:
     body: dict[str, Any] = {"messages": [{"role": "user", "content": "Hi"}], "ignore_eos": True, "stream": True}
-    return httpx.stream("POST", f"{url}/v1/chat/completions", json={**body, "max_tokens": max_tokens}, timeout=60)
+    return httpx.stream("POST", f"{url}/v1/chat/completions", json={**body, "max_tokens": max_tokens}, timeout=240)
 
 
 def events(answer: httpx.Response) -> Iterator[str]:
@@ -298,11 +298,11 @@ def test_signal_at_any_moment_of_the_start_ends_everything_without_a_traceback(
         if server.poll() is None:
             family |= {*process.children(recursive=True)}
             server.send_signal(number)  # an impatient user
-        assert server.wait(timeout=120) == 0, log.read_text()
+        assert server.wait(timeout=240) == 0, log.read_text()
     finally:
         server.kill()
         server.wait()
-    _, alive = psutil.wait_procs(family, timeout=60)
+    _, alive = psutil.wait_procs(family, timeout=240)
     assert not alive, f"these outlived the server: {alive}"
     assert not {word for word in ("Traceback", "Error", "INFO", "Abort") if word in log.read_text()}, log.read_text()
 
@@ -330,5 +330,5 @@ def test_serve_of_two_ranks_as_background_job_stops_at_once_on_sigint(small_mode
             next(lines)
             server.send_signal(signal.SIGINT)
             *_, last, _ = lines
-        assert server.wait(timeout=60) == 0
+        assert server.wait(timeout=240) == 0
     assert '"code":"service_unavailable"' in last

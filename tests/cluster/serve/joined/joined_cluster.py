@@ -69,10 +69,10 @@ class OtherTeam:
             asking.join()
 
     def _ask(self) -> None:
-        with httpx.Client(timeout=60) as client:
+        with httpx.Client(timeout=240) as client:
             while not self._end.wait(0.05):
                 try:
-                    text = client.get(self.url, timeout=60).text
+                    text = client.get(self.url, timeout=240).text
                 except httpx.HTTPError as error:
                     text = repr(error)
                 self.num_answers += 1
@@ -109,7 +109,7 @@ class JoinedCluster:
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            timeout=120,
+            timeout=240,
             check=False,
             cwd="/",
         )
@@ -210,7 +210,7 @@ def _end(head: subprocess.Popen[bytes], folder: str | Path) -> None:
         with contextlib.suppress(psutil.NoSuchProcess):
             process.kill()
     head.wait()
-    assert not psutil.wait_procs(family, timeout=60)[1], "processes of Ray outlived it"
+    assert not psutil.wait_procs(family, timeout=240)[1], "processes of Ray outlived it"
 
 
 def shown(log: Path, process: subprocess.Popen[bytes]) -> Callable[[], bool]:

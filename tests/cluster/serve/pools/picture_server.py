@@ -69,7 +69,7 @@ async def undisturbed(model: Path, engine: Engine, bodies: Sequence[Mapping[str,
     with closing(media):
         async with serving(Dispatcher("tiny"), one=InProcess(engine=engine)) as dispatcher:
             app = httpx.ASGITransport(one_model_api(dispatcher, tokenizer, HttpConfig(), media=media))
-            async with httpx.AsyncClient(transport=app, base_url="http://localhost", timeout=120) as http:
+            async with httpx.AsyncClient(transport=app, base_url="http://localhost", timeout=240) as http:
                 answers = [await http.post("/v1/chat/completions", json=dict(body)) for body in bodies]
     assert all(answer.status_code == 200 for answer in answers), answers[0].text
     return [answer.json()["choices"][0]["token_ids"] for answer in answers]

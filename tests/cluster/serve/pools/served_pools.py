@@ -114,7 +114,7 @@ def behind_proxies(model: Path, settings: dict[str, Any]) -> Iterator[str]:
     config = load(None, {**names, "http.port": port, "http.replicas": 2, **settings})
     serve.run(application(config), name=APP_NAME)
     try:
-        eventually(Application(config).is_connected, "an ingress has no replica", 180)
+        eventually(Application(config).is_connected, "an ingress has no replica")
         yield f"http://127.0.0.1:{port}"
     finally:
         serve.shutdown()
@@ -184,7 +184,7 @@ class TokenStream(threading.Thread):
 
     def run(self) -> None:
         headers = {"X-Request-Id": self.request_id}
-        with httpx.stream("POST", f"{self.url}{self.path}", json=self.body, headers=headers, timeout=120) as answer:
+        with httpx.stream("POST", f"{self.url}{self.path}", json=self.body, headers=headers, timeout=240) as answer:
             for data in events(answer):
                 event = json.loads(data)
                 if "error" in event:
@@ -194,7 +194,7 @@ class TokenStream(threading.Thread):
 
     def result(self) -> list[int]:
         """Return all tokens, once the stream has ended without an error."""
-        self.join(120)
+        self.join(240)
         assert not self.is_alive(), "the stream hangs"
         assert self.error is None, self.error
         return self.tokens
@@ -237,7 +237,7 @@ def shipping_stream(url: str, max_tokens: int = 24, stops: psutil.Process | None
 
 def timelines(url: str, request_id: str) -> list[dict[str, Any]]:
     """Return the timelines of a request at the replicas that worked for it."""
-    answer = httpx.get(f"{url}/v1/requests/{request_id}", timeout=60)
+    answer = httpx.get(f"{url}/v1/requests/{request_id}", timeout=240)
     found: list[dict[str, Any]] = answer.json()["requests"] if answer.status_code == 200 else []
     return found
 
@@ -257,7 +257,7 @@ def arriving(url: str, request_id: str) -> str | None:
 
 def scrape(url: str) -> str:
     """Return the metrics of a server that holds no text for others who ask."""
-    return httpx.get(f"{url}/metrics", timeout=60).text
+    return httpx.get(f"{url}/metrics", timeout=240).text
 
 
 def samples(url: str, name: str) -> dict[str, float]:
@@ -305,12 +305,12 @@ def wait_until_whole(url: str, replicas: int = 1 + DECODES, *idle: str) -> None:
             found[:] = [samples_in(text, name) for name in names]
         return len(found[0]) == replicas and not any(sum(values.values()) for values in found)
 
-    eventually(is_whole, lambda: f"{names}: {found}", 180)
+    eventually(is_whole, lambda: f"{names}: {found}")
 
 
 def wait_until_up(url: str, replicas: int) -> None:
     """Wait until so many replicas answer for their metrics."""
-    eventually(lambda: len(samples(url, 'crossdock_pages{state="owned"')) >= replicas, seconds=180)
+    eventually(lambda: len(samples(url, 'crossdock_pages{state="owned"')) >= replicas)
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
@@ -334,4 +334,4 @@ def scale(pool: str, replicas: int) -> None:
     """Set the size of a pool, and wait until surplus replicas have drained and ended."""
     controller = ray.get_actor("SERVE_CONTROLLER_ACTOR", namespace="serve")
     ray.get(controller.update_deployment_replicas.remote(DeploymentID(pool, APP), replicas))
-    eventually(lambda: len(processes(pool)) == replicas, lambda: f"{pool} still has {[*processes(pool)]}", 180)
+    eventually(lambda: len(processes(pool)) == replicas, lambda: f"{pool} still has {[*processes(pool)]}")

@@ -66,29 +66,31 @@ def test_killed_emulated_replica_leaves_its_stream_the_tokens_of_an_undisturbed_
 
 
 def test_replicas_say_that_their_devices_are_emulated(url: str) -> None:
-    found = httpx.get(f"{url}/v1/replicas", timeout=60).json()["data"]
+    found = httpx.get(f"{url}/v1/replicas", timeout=240).json()["data"]
     assert {each["machine"]["device"] for each in found} == {"emulated l4-8b"}
     body = {"model": "smol", "prompt": "a", "max_tokens": 1, "logprobs": 1}
-    refused = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    refused = httpx.post(f"{url}/v1/completions", json=body, timeout=240)
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "logprobs")
 
 
 def test_request_for_model_without_replica_starts_one_and_waits_unless_its_class_cannot(url: str) -> None:
     assert not processes("later-mixed")
     body = {"model": "later", "prompt": "a", "max_tokens": 1, "service_tier": "interactive"}
-    refused = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    refused = httpx.post(f"{url}/v1/completions", json=body, timeout=240)
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "model_starting")
     assert int(refused.headers["retry-after"]) >= 1
     assert len(stream(url, "later", name="waits").result()) == 60
     (timeline,) = timelines(url, "waits")
     assert timeline["model_start_s"] > 0
     assert timeline["model"] == "later"
-    assert [each["reason"] for each in httpx.get(f"{url}/v1/scaling", timeout=60).json()["data"]] == ["a request waits"]
+    assert [each["reason"] for each in httpx.get(f"{url}/v1/scaling", timeout=240).json()["data"]] == [
+        "a request waits"
+    ]
     assert (cache_dir() / "starts.json").is_file(), "the next start is predicted from this one"
 
 
 def test_loss_of_one_models_replica_leaves_the_other_models_stream_undisturbed(url: str, whole: list[int]) -> None:
-    httpx.post(f"{url}/v1/completions", json={"model": "later", "prompt": "a", "max_tokens": 1}, timeout=60)
+    httpx.post(f"{url}/v1/completions", json={"model": "later", "prompt": "a", "max_tokens": 1}, timeout=240)
     disturbed = stream(url, name="undisturbed")
     eventually(lambda: len(disturbed.tokens) > 5, "no stream")
     (victim,) = processes("later-mixed").values()

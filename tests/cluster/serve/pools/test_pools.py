@@ -152,7 +152,7 @@ def test_client_that_leaves_frees_all_pages(url: str, stage: str) -> None:
             f"{url}/v1/completions",
             json=body | {"ignore_eos": True},
             headers={"X-Request-Id": name},
-            timeout=60,
+            timeout=240,
         ) as answer:
             if stage == "decoding":
                 lines = answer.iter_lines()
@@ -170,7 +170,7 @@ def test_killed_ingress_leaves_no_request_and_no_page_behind(url: str) -> None:
     with ExitStack() as open_streams:
         for number in range(6):
             body = asked | {"prompt": prompt(300 + number, 900)}
-            stream = httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60)
+            stream = httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=240)
             answer = open_streams.enter_context(stream)
             if number < 2:
                 next(answer.iter_lines())

@@ -47,7 +47,7 @@ def test_pools_under_load_with_killed_replicas_serve_right_tokens_and_leak_no_pa
             outcomes["left"] += 1  # or had its answer already
             return
         stream = Stream(url, prompts[which])
-        stream.join(180)
+        stream.join(240)
         assert not stream.is_alive(), "a stream hangs"
         # Where no replica was left to continue, the client got an error, and the tokens until then were right.
         failed = stream.error is not None or len(stream.tokens) < len(wanted[which])

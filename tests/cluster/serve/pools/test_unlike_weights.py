@@ -80,7 +80,7 @@ def test_stream_of_a_killed_replica_goes_on_with_its_own_weights(url: str, oracl
     formats = [format_of(oracles, asked, stream.result()) for asked, stream in running]
     assert set(formats) == {"plain", "fp8"}
     pools.wait_until_whole(url, 4)
-    replicas = httpx.get(f"{url}/v1/replicas", timeout=60).json()["data"]
+    replicas = httpx.get(f"{url}/v1/replicas", timeout=240).json()["data"]
     weights = {(each["pool"], each["profile"]["weights"]) for each in replicas}
     assert len(weights) == len({name for _, name in weights}) == 2, "equal in a pool, and unlike in two"
 

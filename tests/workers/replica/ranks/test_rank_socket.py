@@ -101,7 +101,7 @@ def test_close_wakes_a_reader_in_another_thread(listener: socket.socket) -> None
         reading = pool.submit(driver.receive)
         driver.close()
         with pytest.raises((EOFError, OSError)):
-            reading.result(60)
+            reading.result(240)
     follower.close()
 
 

@@ -45,7 +45,7 @@ class Trainer:
         self._size = world_size
 
     def open(self) -> None:
-        wait = timedelta(seconds=60)
+        wait = timedelta(seconds=240)
         address, port = self.info["master_address"], self.info["master_port"]
         store: Any = dist.TCPStore(address, port, self._size, True, wait, wait_for_workers=False)  # type: ignore[attr-defined]
         options = dist.ProcessGroupGloo._Options()

@@ -236,7 +236,7 @@ def indexer_of_dynamo(publisher: KVEventPublisher, page_size: int) -> Iterator[C
     replica = {"instance_id": 1, "block_size": page_size, "dp_rank": 0, **model}
     for name, address in (("endpoint", publisher.endpoint), ("replay_endpoint", publisher.replay_endpoint)):
         replica[name] = f"{address}".replace("0.0.0.0", "127.0.0.1")
-    with subprocess.Popen(command) as process, httpx.Client(base_url=url, timeout=60) as client:
+    with subprocess.Popen(command) as process, httpx.Client(base_url=url, timeout=240) as client:
 
         def is_up() -> bool:
             with suppress(httpx.TransportError):

@@ -98,7 +98,7 @@ class _Handler(BaseHTTPRequestHandler):
         if fault == "error":
             self._answer(403, b"<Error><Code>AccessDenied</Code></Error>")
         elif fault == "hang":
-            self.server.ends.wait(60)
+            self.server.ends.wait(240)
             self.close_connection = True
         elif fault == "cut":
             if content:  # else there is no answer at all

@@ -48,7 +48,7 @@ class Follower:
 
     def ask(self, call: FileCall) -> FilesCalled:
         self.keeper.call(call)
-        return self.answers.get(timeout=60)
+        return self.answers.get(timeout=240)
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def test_part_is_written_once_the_copy_to_its_slots_is_handled(follower: Followe
     follower.handle()
     follower.copies.slots[:2] = 7
     follower.handle()
-    assert follower.answers.get(timeout=60) == DONE
+    assert follower.answers.get(timeout=240) == DONE
     assert follower.ask(LoadPart(page(1), (2, 3), (3, 0), 2)) == DONE
     assert follower.pool.tolist() == [[7] * PAGE_BYTES, [0] * PAGE_BYTES, [0] * PAGE_BYTES, [7] * PAGE_BYTES]
 
@@ -83,7 +83,7 @@ def test_part_is_loaded_once_the_steps_before_it_are_handled_and_their_device_is
     follower.keeper.call(LoadPart(page(1), (2,), (1,), 2))
     follower.pool[1] = 9  # as the step that is handled now does
     follower.handle()
-    assert follower.answers.get(timeout=60) == DONE
+    assert follower.answers.get(timeout=240) == DONE
     assert follower.ask(LoadPart(page(2), (2,), (2,), 2)) == DONE
     assert follower.pool[:, 0].tolist() == [0, 1, 2, 0]
     assert follower.num_waits == 2, "for the first part that was written, and for the first that was loaded"
@@ -93,8 +93,8 @@ def test_calls_that_come_before_the_files_are_open_are_answered(follower: Follow
     follower.keeper.call(LookForParts())
     follower.keeper.call(LoadPart(page(1), (0,), (0,), 0))
     follower.open()
-    assert follower.answers.get(timeout=60) == DONE
-    assert follower.answers.get(timeout=60) == FilesCalled("", False, (), ()), "the part is not there"
+    assert follower.answers.get(timeout=240) == DONE
+    assert follower.answers.get(timeout=240) == FilesCalled("", False, (), ()), "the part is not there"
 
 
 def test_error_of_any_kind_is_an_answer_and_the_next_call_is_done(follower: Follower) -> None:

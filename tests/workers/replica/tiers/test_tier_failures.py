@@ -226,7 +226,7 @@ class Hanging:
                 self.num_answered -= 1
             elif not self.answers.is_set():
                 self.is_asked.set()
-                assert self.answers.wait(60)
+                assert self.answers.wait(240)
             return read_file(tier, key, into)
 
         monkeypatch.setattr(FileTier, "read", read_later)
@@ -259,7 +259,7 @@ def test_prompts_are_computed_while_a_volume_hangs_and_loaded_once_it_answers(
             engine.add(Submission("a", PROMPTS[number], greedy(5)))
             if not volume.is_asked.is_set():
                 assert not engine.step().deltas, "the prompt waits for the load"
-                assert volume.is_asked.wait(60), "a further step could compute what the thread has not begun to load"
+                assert volume.is_asked.wait(240), "a further step could compute what the thread has not begun to load"
             assert tokens_of(run(engine)["a"]) == expected[number]
             counts = engine.pages.counts()
             assert (counts.owned, counts.quarantined) == (0, 1)

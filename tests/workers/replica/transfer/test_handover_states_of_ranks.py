@@ -37,7 +37,7 @@ def write(path: Path, content: object) -> None:
 
 def read(path: Path) -> Any:
     """Wait for a file of another process, and return its content."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 240
     while not path.exists():
         assert time.monotonic() < end, f"nothing has written {path}"
         time.sleep(0.01)
