@@ -46,7 +46,7 @@ _ACK = struct.Struct("<Q")
 _MAX_RANGES = 1 << 18
 _MAX_NAME = 256
 _MAX_STRANGERS = 64  # connections that have not sent the secret yet
-_GREETING_SECONDS = 5.0
+_GREETING_SECONDS = 30.0  # for a peer's first bytes: the process of a busy machine may stand still meanwhile
 _ACCEPT_PAUSE_SECONDS = 0.5  # after a connection could not be accepted: without a pause each poll would try at once
 
 
@@ -125,7 +125,6 @@ class TcpTransport:
         timeout = 0.0 if self._events else None if seconds == math.inf else max(0.0, seconds)
         if any(not connection.peer for connection in self._incoming):
             timeout = min(_GREETING_SECONDS, math.inf if timeout is None else timeout)
-            self._close_silent_strangers()
         if not self.is_accepting:
             left = self._accepts_at - time.monotonic()
             timeout = min(max(left, 0.0), math.inf if timeout is None else timeout)
@@ -134,6 +133,7 @@ class TcpTransport:
         for key, ready in self._selector.select(timeout):
             handle: Callable[[int], None] = key.data
             handle(ready)
+        self._close_silent_strangers()  # not before what they have sent is read: this thread may have stood still
         events = self._events
         self._events = []
         return events

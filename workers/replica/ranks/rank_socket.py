@@ -15,7 +15,7 @@ from dataclasses import dataclass
 _LENGTH = struct.Struct("!I")
 _MAX_BYTES = 1 << 28  # of one message; the page table of 512 sequences of 1M tokens, in pages of 16, has 128 MiB
 _NONCE_BYTES = 32
-_HANDSHAKE_S = 10.0  # for all of it
+_HANDSHAKE_S = 60.0  # for all of it: on a busy machine the other side may stand still meanwhile
 _CONNECT_S = 60.0
 _SIDES = (b"driver", b"follower")
 
