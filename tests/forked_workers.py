@@ -38,6 +38,7 @@ PROCESSES = multiprocessing.get_context("forkserver")
 PROCESSES.set_forkserver_preload(  # a rank then takes 0.2 s of a core to join its first worker group, and 0.7 s without
     [
         "pytest",
+        "tests.own_locks",
         "crossdock.workers.replica.serving.follower",
         "tests.workers.architectures",
         "transformers.models.llama.modeling_llama",

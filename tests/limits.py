@@ -63,11 +63,24 @@ def take_signals() -> None:
 def end_children() -> None:
     """Kill all processes below this one. A process may start another one meanwhile: look until none is left."""
     deadline = time.monotonic() + 5
-    while (children := psutil.Process().children(recursive=True)) and time.monotonic() < deadline:
+    while (children := _to_end()) and time.monotonic() < deadline:
         for child in children:
             with contextlib.suppress(psutil.NoSuchProcess):
                 child.kill()
         psutil.wait_procs(children, timeout=0.5)
+
+
+def _to_end() -> list[psutil.Process]:
+    """Return the processes below this one that do not end by themselves.
+
+    Python's tracker does, after it has removed the semaphores of processes that ended at once.
+    """
+    found = []
+    for child in psutil.Process().children(recursive=True):
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if not any("multiprocessing.resource_tracker" in part for part in child.cmdline()):
+                found.append(child)
+    return found
 
 
 def _on_signal(number: int, frame: FrameType | None) -> None:

@@ -7,13 +7,17 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
+from multiprocessing.connection import Connection
 from pathlib import Path
 
 import psutil
 import pytest
+from tqdm import tqdm
 
 from tests import file_seconds
+from tests.forked_workers import PROCESSES
 from tests.waiting import eventually
 
 ROOT = Path(__file__).parents[1]
@@ -31,10 +35,12 @@ def test_hangs():
     loop.run_forever()
 """
 WAITS = """
-import subprocess, sys, time
+import multiprocessing, subprocess, sys, time
 from pathlib import Path
 
 def test_waits():
+    lock = multiprocessing.get_context("spawn").Lock()
+    Path("semaphore").write_text(lock._semlock.name.removeprefix("/"))
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
     Path("child").write_text(str(child.pid))
     Path("ready").touch()
@@ -113,6 +119,19 @@ def test_signal_ends_the_run_and_all_its_processes(folder: Path, text: str, numb
     assert "in test_waits" in output, "the stacks"
     _, alive = psutil.wait_procs(below, timeout=240)
     assert alive == []
+    assert not [file for file in folder.glob("semaphore") if Path(f"/dev/shm/sem.{file.read_text()}").exists()]
+
+
+def _lock(answer: Connection) -> None:
+    answer.send(type(tqdm.get_lock()).__name__)
+
+
+def test_progress_bar_of_a_forked_process_has_no_lock_that_outlives_it() -> None:
+    ours, theirs = PROCESSES.Pipe()
+    process = PROCESSES.Process(target=_lock, args=(theirs,))
+    process.start()
+    assert ours.recv() == type(threading.RLock()).__name__
+    process.join(240)
 
 
 def test_run_lists_missing_programs_with_their_packages_and_records_its_own_seconds_alone(
