@@ -40,7 +40,7 @@ class Side:
         self,
         transport: str,
         model: str = "tiny",
-        deadline_s: float = 5.0,
+        deadline_s: float = 60.0,
         engine: Engine | None = None,
         patience_s: float = PATIENCE_S,
         checksum: bool = False,

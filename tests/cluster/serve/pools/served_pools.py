@@ -70,7 +70,7 @@ def config_of(
             "engine.admission": "queue",
             "router.shipping": "always",  # by default the router ships only where that is predicted to be faster
             "transfer.transport": os.environ.get("CROSSDOCK_TEST_TRANSPORT", "auto"),
-            "transfer.deadline_s": 4,
+            "transfer.deadline_s": 8,  # sooner than the router gives up a silent replica
             "transfer.grace_s": 0.2,
             "pools": [{"num_cpus": 1, **pool} for pool in pools],  # one thread, as the oracle has
             **(settings or {}),

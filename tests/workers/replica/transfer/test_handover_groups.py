@@ -60,7 +60,7 @@ def module_of(name: str) -> PreTrainedModel:
     return build(name, options | layers | {"max_position_embeddings": 512})
 
 
-def side(name: str, transport: str = "tcp", deadline_s: float = 5.0, **config: Any) -> Side:
+def side(name: str, transport: str = "tcp", deadline_s: float = 60.0, **config: Any) -> Side:
     settings = {"max_num_batched_tokens": 48, "max_num_seqs": 8, "page_size": PAGE_SIZE} | config
     engine = new_engine(wrap_module(module_of(name)), EngineConfig(kv_cache_memory=ByteSize(4 << 20), **settings))
     if not settings.get("disable_hybrid_kv_cache_manager"):
