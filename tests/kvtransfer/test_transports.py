@@ -70,13 +70,13 @@ def test_transfer_begun_by_either_side_first_arrives(start: Start, first: str) -
 
 
 def test_wait_extends_the_deadline(start: Start) -> None:
-    transfer = Transfer(*source_and_target(start), deadline=2.0).begin()
+    transfer = Transfer(*source_and_target(start), deadline=5.0).begin()
     transfer.fill([0])
     transfer.targets[0].call(WaitCall(*transfer.key, 60))
-    time.sleep(2.2)
+    time.sleep(5.5)
     transfer.grant([1])
     transfer.sources[0].call(WaitCall(*transfer.key, 60))
-    time.sleep(2.2)
+    time.sleep(5.5)
     transfer.finish([0], PAGE)
     transfer.arrived()
 

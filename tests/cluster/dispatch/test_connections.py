@@ -165,13 +165,12 @@ async def test_replica_that_leaves_finishes_its_streams_and_is_disconnected() ->
     client = InProcess()
     async with serving(Dispatcher("tiny"), one=client) as dispatcher:
         running = asyncio.create_task(tokens(dispatcher, "running", 100))
-        await asyncio.sleep(0.02)
+        await until(lambda: dispatcher.fleet.num_booked("one") == 1)
         dispatcher.leave("one")
         with pytest.raises(ReplicaLost):
             await tokens(dispatcher, "new")
         assert len(await running) == 100
-        await asyncio.sleep(0.05)
-        assert not client.engine_thread.channels  # its stream is closed and does not hold up its drain
+        await until(lambda: not client.engine_thread.channels)  # its stream is closed and does not hold up its drain
 
 
 async def test_request_waits_for_a_lost_replica_that_is_connected_again() -> None:

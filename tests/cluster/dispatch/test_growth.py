@@ -10,6 +10,7 @@ from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost
 from crossdock.workers.schedule.request.submission import Overloaded, SamplingParams, Submission
 from tests.cluster.dispatch.in_process import IN_TURN, InProcess, Refusing, ready, serving, tokens
 from tests.sizes import growing, sizes
+from tests.waiting import until
 
 BOUNDED = ((".prefixes._holders", 2_000_000),)
 _numbers = count()
@@ -70,8 +71,4 @@ async def test_refused_requests_leave_nothing() -> None:
 async def settled(dispatcher: Dispatcher) -> None:
     """Wait until calls in the background have ended, but for the watch and the streams of the replicas that are up."""
     connections = dispatcher._connections
-    for _ in range(1000):
-        if len(connections._background) <= 1 + len(connections._connections):
-            return
-        await asyncio.sleep(0.01)
-    raise AssertionError(f"calls in the background do not end: {connections._background}")
+    await until(lambda: len(connections._background) <= 1 + len(connections._connections))

@@ -64,6 +64,10 @@ async def test_invalid_request_raises_value_error_and_disturbs_no_other() -> Non
 
 async def test_client_that_leaves_at_any_stage_frees_pages() -> None:
     client = InProcess()
+
+    async def is_free() -> bool:
+        return await client.owned_pages() == 0
+
     async with serving(Dispatcher("tiny"), one=client) as dispatcher:
         for wait in (0.0, 0.001, 0.01, 0.05):
             task = asyncio.create_task(tokens(dispatcher, f"{wait}", 200))
@@ -76,8 +80,7 @@ async def test_client_that_leaves_at_any_stage_frees_pages() -> None:
             assert delta.finish_reason is None
             break
         await stream.aclose()  # type: ignore[attr-defined]
-        await asyncio.sleep(0.05)
-        assert await client.owned_pages() == 0
+        await until(is_free)
 
 
 async def test_step_that_raises_ends_its_requests_and_not_the_replica(caplog: pytest.LogCaptureFixture) -> None:

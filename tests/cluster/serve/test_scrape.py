@@ -70,5 +70,5 @@ async def test_ingress_that_hangs_costs_its_own_figures_only(monkeypatch: pytest
     async def answers() -> list[Answer]:
         return [Answer(("other", "up 1")), Answer(None)]
 
-    monkeypatch.setattr(ingress, "_SCRAPE_S", 0.05)
+    monkeypatch.setattr(ingress, "_SCRAPE_S", 1.0)
     assert await asyncio.wait_for(scraped(answers), 240) == {"own", "other"}

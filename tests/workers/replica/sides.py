@@ -24,7 +24,7 @@ from crossdock.workers.replica.transfer.fetches import OnFigures
 from crossdock.workers.replica.transfer.handover import Handover, connect
 from crossdock.workers.schedule.request.request import FinishReason, TokenDelta
 from crossdock.workers.schedule.request.submission import Leg, SamplingParams, Submission
-from tests.waiting import PATIENCE_S
+from tests.waiting import PATIENCE_S, until
 from tests.workers.architectures import build
 
 _HAS_NIXL = importlib.util.find_spec("nixl") is not None
@@ -119,14 +119,15 @@ class Side:
         return request.num_computed_tokens if request is not None else 0
 
     async def is_clean(self) -> bool:
-        """Return whether nothing is owned, quarantined or being transferred, now or within five seconds."""
-        for _ in range(500):
+        """Wait until nothing is owned, quarantined or being transferred. Returns True."""
+
+        async def is_clean() -> bool:
             counts = await self.on_engine(self.engine.pages.counts)
             num_open = sum(side.dock.counts().num_open for side in self.thread.handovers)
-            if counts.owned == counts.quarantined == num_open == 0:
-                return True
-            await asyncio.sleep(0.01)
-        return False
+            return counts.owned == counts.quarantined == num_open == 0
+
+        await until(is_clean)
+        return True
 
     async def close(self) -> None:
         await self.thread.close()
