@@ -118,6 +118,29 @@ def choose_tokens(indexer: Indexer, pages: Tensor, batch: AttentionBatch) -> Cho
     )
 
 
+def choice_of_rows(chosen: ChosenTokens | None, rows: Tensor, batch: AttentionBatch) -> ChosenTokens:
+    """Return the choice for a step with one row for each sequence, row s of which reads what `rows[s]` has chosen.
+
+    chosen: of an earlier step over the same pages; None: none of its rows chose. rows: [S] int64, of the earlier step.
+    Where a row there saw all tokens, the row here does too.
+    """
+    if chosen is None:
+        nothing = rows[:0]
+        every = torch.arange(len(rows), device=rows.device)
+        return ChosenTokens(nothing, nothing[:, None].int(), nothing.int(), every, batch)
+    is_chosen = torch.isin(rows, chosen.rows)
+    places = torch.searchsorted(chosen.rows, rows[is_chosen])
+    others: list[int] = (~is_chosen).nonzero()[:, 0].tolist()
+    lens: list[int] = (batch.on_host[1] if batch.on_host else batch.kv_len).tolist()
+    return ChosenTokens(
+        is_chosen.nonzero()[:, 0],
+        chosen.slots[places],
+        chosen.counts[places],
+        torch.tensor(others, dtype=torch.long, device=rows.device),
+        _some(batch, others, range(len(lens) + 1), lens) if others else None,
+    )
+
+
 def best_tokens(scores: Tensor, last: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Return the positions [R, top_k] of the highest of `scores` [R, L], ascending, and how many there are, [R] int32.
 

@@ -7,9 +7,15 @@ import torch
 from torch import Tensor
 
 from crossdock.kernels import indexed_attention as module
-from crossdock.kernels.attention import reference_paged_attention, reference_store_kv
+from crossdock.kernels.attention import AttentionBatch, reference_paged_attention, reference_store_kv
 from crossdock.kernels.backend import CPP
-from crossdock.kernels.indexed_attention import Indexer, best_tokens, choose_tokens, indexed_attention
+from crossdock.kernels.indexed_attention import (
+    Indexer,
+    best_tokens,
+    choice_of_rows,
+    choose_tokens,
+    indexed_attention,
+)
 from crossdock.kernels.latent_attention import UpProjections, latent_attention
 from tests.kernels.test_attention import Case
 
@@ -107,6 +113,42 @@ def test_layer_without_an_indexer_reads_the_tokens_of_the_layer_before() -> None
     indexer.chosen = choose_tokens(indexer, indexed.case.v_pages, indexed.case.batch)
     indexed.case.v_pages = indexed.case.v_pages[..., :0]
     assert torch.equal(indexed.run(indexer=indexer), expected)
+
+
+@pytest.mark.parametrize("followed", [[7, 1, 2], [8, 6, 5, 4, 3, 0], [1, 3]])
+def test_row_after_another_reads_what_that_one_chose_or_all_tokens(followed: list[int]) -> None:
+    """Its own queries would choose others, and the indexer's keys are gone."""
+    indexed = Indexed(LENGTHS)
+    case = indexed.case
+    chosen = choose_tokens(indexed.indexer(), case.v_pages, case.batch)
+    case.v_pages.fill_(float("nan"))
+    last = case.batch.query_start[1:][followed].long() - 1
+    batch = _one_row_each(case.batch, followed)
+    given = choice_of_rows(chosen, last, batch)
+    own = Indexer(0, torch.empty(0, INDEX_DIM), -indexed.queries[last], indexed.weights[last], TOP_K, given)
+    pages = case.k_pages, case.v_pages
+    out = indexed_attention(CPP.paged_attention, indexed.q[last], *pages, batch, indexed.up, own, scale=0.2)
+    torch.testing.assert_close(out.double(), indexed.expected()[last], atol=1e-4, rtol=1e-4)
+
+
+def test_row_after_a_step_that_chose_nothing_reads_all_tokens() -> None:
+    """It is the first row of its text that sees more than `top_k`."""
+    indexed = Indexed([(1, TOP_K + 1), (1, 5)])
+    case = indexed.case
+    case.v_pages.fill_(float("nan"))
+    indexer = indexed.indexer()
+    indexer.chosen = choice_of_rows(None, torch.tensor([0, 1]), case.batch)
+    expected = latent_attention(reference_paged_attention, indexed.q, case.k_pages, case.batch, indexed.up, scale=0.2)
+    torch.testing.assert_close(indexed.run(indexer=indexer), expected)
+
+
+def _one_row_each(batch: AttentionBatch, sequences: list[int]) -> AttentionBatch:
+    """Return a batch that reads the last row of some sequences again."""
+    starts = torch.arange(len(sequences) + 1, dtype=torch.int32)
+    lengths = batch.kv_len[sequences]
+    longest = int(lengths.max())
+    table = batch.page_table[sequences]
+    return AttentionBatch(starts, lengths, table, batch.slots[:0], 1, longest, len(sequences))
 
 
 def test_earlier_tokens_of_equal_scores_are_chosen() -> None:

@@ -130,8 +130,13 @@ class DraftingHead(Protocol):
         hidden: the target's last hidden states [T, E], valid until its next step; None: they were not asked for.
         """
 
-    def compute(self, inputs: StepInputs, states: Tensor) -> tuple[Tensor, Tensor]:
+    def compute(
+        self, inputs: StepInputs, states: Tensor, follows: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Compute one pass over rows with `states` [T, H], in the target's dtype.
+
+        `follows`: of a pass of further drafts, with one row for each stream: for each row, which of the wanted rows of
+        the pass before it comes after. None: the rows have known tokens.
 
         Returns the most probable token [N] after each wanted row, and the head's own states [N, H] there, which rows of
         further drafts read.
@@ -151,6 +156,7 @@ class HeadDrafter:
     _name: bytes = field(init=False)  # differs where states mean something else
     _has_warned: bool = False
     _states: Tensor | None = None  # [T, H] that the next pass reads; None: zeros, to measure its seconds
+    _follows: Sequence[int] | None = None  # of the next pass: see `DraftingHead.compute`
     _own_states: Tensor = field(init=False)  # [N, H] of the newest pass
 
     def __post_init__(self) -> None:
@@ -253,9 +259,10 @@ class HeadDrafter:
             if stream.can_draft and not forced.get(request_id):
                 self._streams[request_id] = streams[request_id] = self._streams.pop(request_id)  # the latest to draft
         parts, states = self._beginning(streams, wanted)
+        follows: list[int] | None = None
         drafts: dict[str, list[int]] = {part.request.id: [] for part in parts}
         while parts:
-            tokens, states = self._run(parts, states)
+            tokens, states = self._run(parts, states, follows)
             for part, token in zip(parts, tokens, strict=True):
                 name = part.request.id
                 if drafts[name]:
@@ -265,9 +272,9 @@ class HeadDrafter:
                 drafts[name].append(token)
                 part.request.token_ids.append(token)
             names = [part.request.id for part in parts]
-            left = [number for number, name in enumerate(names) if len(drafts[name]) < wanted[name]]
-            states = states[left]
-            parts = [self._passes.part(parts[number].request, 1) for number in left]
+            follows = [number for number, name in enumerate(names) if len(drafts[name]) < wanted[name]]
+            states = states[follows]
+            parts = [self._passes.part(parts[number].request, 1) for number in follows]
         for request_id, found in drafts.items():  # rows of drafts have the head's own states: they are computed again
             streams[request_id].step_back(len(found) - 1)
         return drafts
@@ -313,18 +320,24 @@ class HeadDrafter:
         """Yield the rows of streams that may lose their pages, the least recent first."""
         return (stream.seen for name, stream in self._streams.items() if name not in kept)
 
-    def _run(self, parts: Sequence[Scheduled], states: Tensor) -> tuple[list[int], Tensor]:
-        """Compute one pass over `states` [T, H]. Return the token and the head's own states [N, H] after each part."""
+    def _run(
+        self, parts: Sequence[Scheduled], states: Tensor, follows: Sequence[int] | None
+    ) -> tuple[list[int], Tensor]:
+        """Compute one pass over `states` [T, H]. Return the token and the head's own states [N, H] after each part.
+
+        `follows`: see `DraftingHead.compute`.
+        """
         self._states = states
+        self._follows = follows
         return self._passes.run(parts), self._own_states
 
     @torch.inference_mode()
     def _compute(self, inputs: StepInputs) -> Tensor:
         """Return the token [N] of each wanted row."""
-        states = self._states
-        self._states = None
+        states, follows = self._states, self._follows
+        self._states = self._follows = None
         if states is None:
             shape = len(inputs.token_ids), self.head.width
             states = torch.zeros(shape, dtype=self.target.dtype, device=self.target.device)
-        tokens, self._own_states = self.head.compute(inputs, states)
+        tokens, self._own_states = self.head.compute(inputs, states, follows)
         return tokens

@@ -3,10 +3,13 @@
 The row of position p reads the target's last hidden state at p, after the final norm, and the embedding of the token at
 p + 1: norm each, put the embedding first, project both to one width, and compute the layer, its norm and the target's
 output projection. The row of a further draft reads the head's own state, after its norm, in the place of the target's.
+Where config.json has `index_share_for_mtp_iteration`, it attends to the tokens that the first draft's indexer chose.
 (DeepSeek-V3, arXiv 2412.19437, section 2.2; `MtpModel` of transformers.)
 """
 
 import copy
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -16,6 +19,7 @@ from torch.nn.functional import linear
 
 from crossdock.workers.draft.mtp_weights import MtpWeights, load_mtp
 from crossdock.workers.model.architecture import text_config
+from crossdock.workers.model.forward.shared_choice import SharedChoice, shared_choice
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.model.load_options import LoadOptions
@@ -32,6 +36,7 @@ class MtpHead:
     embedding_norm: nn.Module
     hidden_norm: nn.Module
     projection: Tensor  # [E, 2 E]
+    choice: SharedChoice | None  # None: the row of each draft chooses its tokens, or the head has no indexer
 
     @classmethod
     def load(cls, name: str | None, target: LoadedModel) -> Self:
@@ -48,7 +53,8 @@ class MtpHead:
         options = LoadOptions(max_model_len=target.max_model_len, attention=target.attention)
         of_embeddings = _with_weight(weights.norm, weights.embedding_norm)
         of_states = _with_weight(weights.norm, weights.hidden_norm)
-        return cls(target, wrap_module(weights.module, options), of_embeddings, of_states, weights.projection)
+        layer = wrap_module(weights.module, options)
+        return cls(target, layer, of_embeddings, of_states, weights.projection, shared_choice(weights.module))
 
     @property
     def width(self) -> int:
@@ -85,14 +91,16 @@ class MtpHead:
         assert hidden is not None, "the head reads the last states"
         return hidden.clone()
 
-    def compute(self, inputs: StepInputs, states: Tensor) -> tuple[Tensor, Tensor]:
+    def compute(
+        self, inputs: StepInputs, states: Tensor, follows: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Compute one pass over rows with `states` [T, E]; see `DraftingHead`."""
         tensors = inputs.on(self.target.device)
         embeddings = self.layer.module.get_input_embeddings()(tensors.token_ids[None])[0]
         entering = linear(torch.cat([self.embedding_norm(embeddings), self.hidden_norm(states)], -1), self.projection)
         batch = inputs.attention(tensors)
         rows = tensors.wanted
-        with self.layer.tap.opened():
+        with self.layer.tap.opened(), self.choice.held(batch, rows, follows) if self.choice else nullcontext():
             logits = self.layer.forward(tensors.token_ids, tensors.positions, batch, rows, entering=entering)
             hidden = self.layer.tap.hidden
         assert hidden is not None, "every layer that is served gives its last states"

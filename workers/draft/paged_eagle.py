@@ -73,7 +73,9 @@ class PagedEagle:
         """Return the states [T, H] of the target's newest step, as rows read them."""
         return self.head.combined(self.target.layer_tap.take(self.layers))
 
-    def compute(self, inputs: StepInputs, states: Tensor) -> tuple[Tensor, Tensor]:
+    def compute(
+        self, inputs: StepInputs, states: Tensor, follows: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Compute one pass over rows with `states` [T, H]; see `DraftingHead`."""
         tensors = inputs.on(self.target.device)
         batch = inputs.attention(tensors)

@@ -55,7 +55,8 @@ def target_of(name: str) -> PreTrainedModel:
 @cache
 def plain(name: str) -> "MtpReference":
     """Return the model of `target_of` with a random head, in transformers alone."""
-    return MtpReference(target_of(name))
+    shares_choice: bool = _PUBLISHED.get(name, {}).get("index_share_for_mtp_iteration", False)
+    return MtpReference(target_of(name), shares_choice=shares_choice)
 
 
 class LayersAlone(nn.Module):
@@ -86,15 +87,23 @@ class LayersAlone(nn.Module):
 
 
 class MtpReference:
-    """A model with a random head, whose attention is its own."""
+    """A model with a random head, whose attention is its own.
 
-    def __init__(self, target: PreTrainedModel) -> None:
+    `shares_choice`: rows of further drafts read the tokens that the indexer has chosen for the first draft's row.
+    """
+
+    def __init__(self, target: PreTrainedModel, *, shares_choice: bool = False) -> None:
         self.target: Any = target
         self.head: Any = LayersAlone(target) if target.config.model_type in _ALONE else _mtp_model(target)
         draw = torch.Generator().manual_seed(7)
         for name, parameter in self.head.layers.named_parameters():
             noise = torch.randn(parameter.shape, generator=draw)
             parameter.data = parameter.data + 0.2 * noise if "norm" in name else 0.2 * noise
+        self._chosen: Tensor | None = None  # [1, T, K]: what the rows of the first pass read; None: it is to come
+        if shares_choice:
+            indexer = self.head.layers[0].mtp_block.self_attn.indexer
+            indexer.register_forward_pre_hook(self._begin)
+            indexer.register_forward_hook(self._share_choice)
 
     @torch.inference_mode()
     def drafts(self, tokens: Sequence[int], count: int, first: int = 0) -> list[int]:
@@ -102,12 +111,26 @@ class MtpReference:
         text = torch.tensor(tokens)
         states = self.target.model(text[None], use_cache=False).last_hidden_state[:, first:-1]
         nexts, drafts = text[None, first + 1 :], list[int]()
+        self._chosen = None
         for _ in range(count):
             positions = torch.arange(nexts.shape[1])[None]
             own = self.head.forward_layer(0, states, positions, None, input_ids=nexts)
             drafts.append(int(self.target.lm_head(own[0, -1]).argmax()))
             states, nexts = torch.cat([states, own[:, -1:]], 1), torch.cat([nexts, torch.tensor([drafts[-1:]])], 1)
         return drafts
+
+    def _begin(self, indexer: Any, _inputs: Any) -> None:
+        """Have the rows of further drafts read all tokens where the first draft's row has."""
+        top_k: int = self.target.config.index_topk
+        indexer.index_topk = top_k if self._chosen is None or self._chosen.shape[1] > top_k else MAX_MODEL_LEN
+
+    def _share_choice(self, indexer: Any, _inputs: Any, chosen: Tensor) -> Tensor:
+        """Return the tokens of all rows, [1, T, K]; rows of further drafts read those of the first draft's row."""
+        if self._chosen is None:
+            self._chosen = chosen
+        elif (num_rows := self._chosen.shape[1]) > indexer.index_topk:
+            chosen[:, num_rows:] = self._chosen[:, -1:]
+        return chosen
 
     def put(self, name: str, weight: Tensor) -> None:
         """Replace a matrix of the head, called `name` in a checkpoint with numbered layers and single experts."""

@@ -200,7 +200,10 @@ def _with_encoder() -> PreTrainedModel:
 
 @pytest.mark.parametrize("name", rest_in_soak(["glm4_moe", "glm_moe_dsa"], "glm_moe_dsa"))
 def test_packed_matrices_of_a_head_draft_as_the_weights_that_they_mean(tmp_path: Path, name: str) -> None:
-    """Products from codes add in another order, and a near tie may fall the other way."""
+    """Products from codes add in another order, and a near tie may fall the other way.
+
+    The configuration does not say that drafts share a choice: each chooses its own tokens.
+    """
     oracle, case = MtpReference(target_of(name)), CASES["fp8 blocks"]
     folder = saved(target_of(name), tmp_path)
     tensors = oracle.tensors()
