@@ -31,9 +31,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from tables import ROOT, Row, add_output_options, table, write
 
 from crossdock.workers.model.cut.expert_plan import (
+    CopiedExperts,
     Placement,
     after_moves,
-    divided_rows,
     first_placement,
     holders,
     next_moves,
@@ -104,7 +104,7 @@ def work(held: NDArray[np.bool_], count: NDArray[np.int64], *, evenly: bool) -> 
     """
     if evenly:
         return held @ (count / held.sum(0)), held @ (count > 0).astype(int)
-    divided = divided_rows(held, count, WORTH_A_COPY["cpu"])
+    divided = CopiedExperts(held).divided(count, WORTH_A_COPY["cpu"])
     alone = np.where(np.isin(np.arange(len(count)), list(divided)), 0, count)
     computed = held @ alone
     read = held @ (alone > 0).astype(int)

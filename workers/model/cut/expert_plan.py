@@ -96,28 +96,41 @@ def primary_ranks(placement: Placement, rows: Loads) -> NDArray[np.int64]:
     return primary
 
 
-def divided_rows(held: NDArray[np.bool_], rows: NDArray[np.int64], least: int) -> dict[int, list[tuple[int, int]]]:
-    """Divide a step's rows of the experts with copies so that the rank with the most work has as little as it can.
+class CopiedExperts:
+    """The experts of one layer that have copies, prepared to divide the rows of many steps: some microseconds each."""
 
-    held: see `holders`. rows: [experts], of the step. An expert is as much work as its rows, and at least as `least`
-    rows, since its weights are read: with fewer than twice as many rows it is computed by one rank. Returns the ranks
-    that compute each expert that has copies and rows, and how many rows each has.
-    """
-    is_copied = held.sum(0) > 1
-    loads: list[int] = (held @ np.where(is_copied | (rows == 0), 0, np.maximum(rows, least))).tolist()
-    copied = np.flatnonzero(is_copied & (rows > 0))
-    divided = dict[int, list[tuple[int, int]]]()
-    order = copied[np.argsort(-rows[copied], kind="stable")].tolist()
-    for expert in order * _TURNS:
-        for rank, part in divided.get(expert, ()):
-            loads[rank] -= max(part, least)
-        number = int(rows[expert])
-        ranks = sorted(np.flatnonzero(held[:, expert]).tolist(), key=lambda rank: (loads[rank], rank))
-        parts = _poured(number, [loads[rank] for rank in ranks[: max(number // least, 1)]], least)
-        divided[expert] = list(zip(ranks, parts, strict=False))
-        for rank, part in divided[expert]:
-            loads[rank] += max(part, least)
-    return divided
+    def __init__(self, held: NDArray[np.bool_]) -> None:
+        """Prepare the experts of a placement. `held`: see `holders`."""
+        is_copied = held.sum(0) > 1
+        self._alone = np.where(is_copied, 0, held.astype(np.int64))  # [ranks, experts]
+        self._experts = np.flatnonzero(is_copied)
+        self._ranks = {expert: np.flatnonzero(held[:, expert]).tolist() for expert in self._experts.tolist()}
+
+    def divided(self, rows: NDArray[np.int64], least: int) -> dict[int, list[tuple[int, int]]]:
+        """Divide a step's rows of the copied experts so that the rank with the most work has as little as it can.
+
+        rows: [experts], of the step. An expert is as much work as its rows, and at least as `least` rows, since its
+        weights are read: with fewer than twice as many rows it is computed by one rank. Returns the ranks that compute
+        each expert that has copies and rows, and how many rows each has.
+        """
+        loads: list[int] = (self._alone @ np.where(rows == 0, 0, np.maximum(rows, least))).tolist()
+        numbers = dict(zip(self._ranks, rows[self._experts].tolist(), strict=True))
+        divided: dict[int, list[tuple[int, int]]] = {}
+        for expert in sorted((each for each in numbers if numbers[each]), key=lambda each: -numbers[each]) * _TURNS:
+            for rank, part in divided.get(expert, ()):
+                loads[rank] -= max(part, least)
+            divided[expert] = self._parts(expert, numbers[expert], loads, least)
+            for rank, part in divided[expert]:
+                loads[rank] += max(part, least)
+        return divided
+
+    def _parts(self, expert: int, number: int, loads: Sequence[int], least: int) -> list[tuple[int, int]]:
+        """Return the ranks that compute `number` rows of an expert beside `loads`, and how many rows each has."""
+        holding = self._ranks[expert]
+        if number < 2 * least:
+            return [(min(holding, key=loads.__getitem__), number)]
+        ranks = sorted(holding, key=loads.__getitem__)[: number // least]
+        return list(zip(ranks, _poured(number, [loads[rank] for rank in ranks], least), strict=False))
 
 
 def _poured(rows: int, loads: Sequence[int], least: int) -> list[int]:

@@ -9,13 +9,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from crossdock.workers.model.cut.expert_plan import (
     EMPTY,
+    CopiedExperts,
     Loads,
     Placement,
-    divided_rows,
     first_placement,
     holders,
     primary_ranks,
@@ -57,8 +58,9 @@ class ExpertSlots:
         self._first = first_placement(num_experts, ranks, self.num_slots)
         self.placement: Placement = self._first
         self._has_no_copies = not copies
-        self._held = holders(self._first, num_experts)
-        self._alone: Tensor | None = None  # [experts]: the slot here of each expert without copies
+        self._copied = CopiedExperts(holders(self._first, num_experts))
+        self._own: dict[int, int] = {}  # the slot here of each expert that this rank has
+        self._alone = np.zeros(0, np.int64)  # [experts]: the slot here of each expert without copies
         self._tables: _Tables | None = None  # on the device, from the first step on
 
     @property
@@ -87,14 +89,14 @@ class ExpertSlots:
             self._tables = _Tables(self.num_experts, len(self.placement), chosen.device)
             self._fill()
         tables = self._tables
+        if _may_know_rows(chosen):
+            return torch.from_numpy(self._known(chosen.numpy().ravel(), tables.rows.numpy())).view(chosen.shape)
         flat = chosen.flatten().long()
         rows = torch.zeros_like(tables.rows).scatter_add_(0, flat, torch.ones_like(flat))  # [experts]
         tables.rows.add_(rows)
         first = tables.slots[:, 0][chosen]
         if self._has_no_copies:
             return first
-        if _may_know_rows(chosen):
-            return self._divided(flat, rows).view(chosen.shape)
         least = WORTH_A_COPY["cuda"]
         if len(chosen) < 2 * least:
             return first
@@ -102,17 +104,34 @@ class ExpertSlots:
         turn = torch.arange(len(chosen), device=chosen.device)[:, None] % used[chosen]
         return tables.slots[chosen, turn]
 
-    def _divided(self, chosen: Tensor, rows: Tensor) -> Tensor:
-        """Return the slots of `chosen` [T * k] in a step with so many rows of each expert, on a CPU."""
-        assert self._alone is not None, "the tables are filled before"
-        slots = self._alone[chosen]
-        for expert, parts in divided_rows(self._held, rows.numpy(), WORTH_A_COPY["cpu"]).items():
+    def _known(self, chosen: NDArray[np.int64], counted: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the slots of `chosen` [T * k] on a CPU, and add the step's rows to `counted` [experts].
+
+        It takes calls of numpy, few of them: beside a step of one stream each call of torch would be felt.
+        """
+        rows = np.bincount(chosen, minlength=self.num_experts)
+        counted += rows
+        return self._alone[chosen] if self._has_no_copies else self._divided(chosen, rows)
+
+    def _divided(self, chosen: NDArray[np.int64], rows: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the slots of `chosen` [T * k] in a step with so many rows of each expert, where some have copies."""
+        slot_of = self._alone.copy()
+        shared = dict[int, tuple[int, int]]()  # the rows that are computed here, of each expert that ranks share
+        for expert, parts in self._copied.divided(rows, WORTH_A_COPY["cpu"]).items():
             first = 0
             for rank, number in parts:
-                if rank == self._rank:
-                    (own,) = (chosen == expert).nonzero(as_tuple=True)
-                    slots[own[first : first + number]] = self.own_slot_of(expert)
+                if rank == self._rank and len(parts) == 1:
+                    slot_of[expert] = self._own[expert]
+                elif rank == self._rank:
+                    shared[expert] = first, first + number
                 first += number
+        slots: NDArray[np.int64] = slot_of[chosen]
+        if shared:
+            order = np.argsort(chosen.astype(np.int16), kind="stable")  # of numbers of 16 bits numpy makes a radix sort
+            ends = rows.cumsum()
+            for expert, (first, end) in shared.items():
+                before = ends[expert] - rows[expert]
+                slots[order[before + first : before + end]] = self._own[expert]
         return slots
 
     def counted_rows(self) -> list[int]:
@@ -144,7 +163,7 @@ class ExpertSlots:
         """Write the placement to the tables, in place: recorded steps read them there. rows: see `place`."""
         if self._tables is None:
             return
-        self._held = held = holders(self.placement, self.num_experts)
+        held = holders(self.placement, self.num_experts)
         copies = held.sum(0)
         primary = primary_ranks(self.placement, np.ones(self.num_experts) if rows is None else rows)
         slots = np.full((self.num_experts, len(held)), self.num_slots)
@@ -152,8 +171,9 @@ class ExpertSlots:
             if expert != EMPTY:
                 before = held[: self._rank, expert].sum() + (primary[expert] > self._rank)
                 slots[expert, 0 if primary[expert] == self._rank else before] = slot
-        alone = np.where(copies > 1, self.num_slots, slots[:, 0])
-        self._alone = torch.from_numpy(alone)
+        self._copied = CopiedExperts(held)
+        self._own = {int(each): slot for slot, each in enumerate(self.placement[self._rank]) if each != EMPTY}
+        self._alone = np.where(copies > 1, self.num_slots, slots[:, 0])
         self._tables.slots.copy_(torch.from_numpy(slots))
         self._tables.copies.copy_(torch.from_numpy(copies))
 

@@ -10,10 +10,10 @@ from hypothesis.extra.numpy import arrays
 
 from crossdock.workers.model.cut.expert_plan import (
     EMPTY,
+    CopiedExperts,
     Loads,
     Placement,
     after_moves,
-    divided_rows,
     first_placement,
     holders,
     next_moves,
@@ -98,7 +98,7 @@ def test_rows_of_a_step_are_divided_whole_among_ranks_that_have_the_expert(
     after, _ = settled(placement, counted)
     held = holders(after, len(counted))
     rows = data.draw(arrays(np.int64, len(counted), elements=st.integers(0, 300)))
-    divided = divided_rows(held, rows, least)
+    divided = CopiedExperts(held).divided(rows, least)
     assert set(divided) == {expert for expert in range(len(rows)) if rows[expert] and held[:, expert].sum() > 1}
     for expert, parts in divided.items():
         assert sum(number for _, number in parts) == rows[expert]
@@ -110,15 +110,15 @@ def test_rows_of_a_step_are_divided_whole_among_ranks_that_have_the_expert(
 def test_rows_go_where_the_step_has_fewest() -> None:
     """Two ranks, experts 0 and 1 alone on them, 2 on both: the copies end the difference."""
     held = np.array([[True, False, True], [False, True, True]])
-    assert divided_rows(held, np.array([100, 40, 100]), 10) == {2: [(1, 80), (0, 20)]}
-    assert divided_rows(held, np.array([40, 100, 101]), 10) == {2: [(0, 81), (1, 20)]}
-    assert divided_rows(held, np.array([100, 0, 60]), 10) == {2: [(1, 60)]}
+    assert CopiedExperts(held).divided(np.array([100, 40, 100]), 10) == {2: [(1, 80), (0, 20)]}
+    assert CopiedExperts(held).divided(np.array([40, 100, 101]), 10) == {2: [(0, 81), (1, 20)]}
+    assert CopiedExperts(held).divided(np.array([100, 0, 60]), 10) == {2: [(1, 60)]}
 
 
 def test_expert_with_few_rows_is_read_by_one_rank_which_reads_fewest_others() -> None:
     held = np.array([[True, True, False, True], [False, False, True, True]])
-    assert divided_rows(held, np.array([1, 1, 1, 3]), 32) == {3: [(1, 3)]}
-    assert divided_rows(held, np.array([0, 0, 1, 63]), 32) == {3: [(0, 63)]}
+    assert CopiedExperts(held).divided(np.array([1, 1, 1, 3]), 32) == {3: [(1, 3)]}
+    assert CopiedExperts(held).divided(np.array([0, 0, 1, 63]), 32) == {3: [(0, 63)]}
 
 
 def test_expert_with_copies_is_computed_alone_where_the_rank_has_fewest_experts() -> None:
