@@ -62,6 +62,7 @@ class ExpertBalance:
         self._sending: _Sending | None = None
         self._piece = max(int(_rate(links, self._experts[0]) * _PIECE_S), _LEAST_PIECE)
         self.num_moved = 0  # experts, since the start
+        self.balancedness: float | None = None  # on the first rank: see `_measured`; None: not measured yet
         self._clear()
 
     @property
@@ -86,6 +87,7 @@ class ExpertBalance:
                 self._clear()
             if self._steps > times.step_interval:
                 self._next_layer = 0
+                self._measured()
         if self._next_layer is not None:
             self._rearrange(self._next_layer)
 
@@ -163,12 +165,22 @@ class ExpertBalance:
         self.num_moved += len(sending.moves)
         self._sending = None
 
-    def _log(self) -> None:
-        """Log how evenly the counted rows are divided among the ranks, as vLLM does: 1 is even."""
+    def _measured(self) -> tuple[float, float]:
+        """Measure how evenly the counted rows are divided among the ranks, as vLLM does: mean / most, 1 is even.
+
+        Returns the mean rows of a rank, and the most, of all layers; 0 on ranks that do not count.
+        """
         if self._links.position.tensor_rank:
-            return
+            return 0.0, 0.0
         loads = np.array([rank_loads(each.placement, np.array(each.counted_rows(), float)) for each in self._slots])
-        mean, most = loads.mean(1).sum(), loads.max(1).sum()
+        mean, most = float(loads.mean(1).sum()), float(loads.max(1).sum())
+        if most:
+            self.balancedness = mean / most
+        return mean, most
+
+    def _log(self) -> None:
+        """Log what `_measured` finds."""
+        mean, most = self._measured()
         if most:
             logger.info(
                 "experts: mean rows of a rank %.2f, most %.2f, balancedness %.4f; %d moved so far",

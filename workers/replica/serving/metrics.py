@@ -348,6 +348,17 @@ class _Gauges(Collector):
         yield from self._pictures()
         yield from self._tiers()
         yield from self._adapters()
+        yield from self._experts()
+
+    def _experts(self) -> Iterator[Metric]:
+        """Yield how evenly experts are used by the ranks; nothing where none move. No rank is asked."""
+        model = self._engine.executor.model
+        if model is None or model.balance is None:
+            return
+        yield _counter("crossdock_experts_moved", "Experts that were sent to another rank.", model.balance.num_moved)
+        if (balancedness := model.balance.balancedness) is not None:
+            text = "Mean rows of a rank / most, before the last rearrangement of experts; 1: ranks had equal work."
+            yield _gauge("crossdock_expert_balancedness", text, balancedness)
 
     def _adapters(self) -> Iterator[Metric]:
         """Yield the counts of LoRA adapters; there are none where the replica takes none."""

@@ -152,6 +152,24 @@ def test_bits_that_no_batch_changes_and_experts_that_move_exclude_each_other(ran
         assert reason.startswith("batch_invariant: experts move between ranks (enable_eplb)")
 
 
+def balancedness(rank: int) -> float | None:
+    """On one rank: return what is measured after two steps with three rows of expert 0 and one of expert 2."""
+    position = RankPosition(rank, 2, has_whole_experts=True, num_redundant_experts=0)
+    slots = ExpertSlots("experts", 4, position)
+    experts, links = torch.nn.Linear(3, 2, bias=False), Collectives(position, UNHURRIED_S)
+    balance = ExpertBalance([experts], [slots], links, BalanceTimes(window_size=2, step_interval=2))
+    for _ in range(3):
+        assert balance.balancedness is None
+        balance.before_step()
+        slots.slots_of(torch.tensor([[0], [0], [2], [0]]))
+    return balance.balancedness
+
+
+def test_balancedness_is_the_mean_rows_of_a_rank_by_the_most_when_experts_are_rearranged(ranks: Ranks) -> None:
+    """The first rank has experts 0 and 1, and measures; the other one is not asked."""
+    assert ranks.run(2, balancedness) == [4 / 6, None]
+
+
 @pytest.mark.parametrize(("copies", "words"), [(1, "0, 2 or 4 would be"), (6, "at most 4 copies")])
 def test_number_of_copies_that_ranks_cannot_hold_is_refused(tmp_path: Path, copies: int, words: str) -> None:
     path = saved(build("qwen3_moe", SERVED["qwen3_moe"]), tmp_path)

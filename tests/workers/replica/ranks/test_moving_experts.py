@@ -9,6 +9,7 @@ from crossdock.workers.model.weights.fingerprint import fingerprint
 from crossdock.workers.replica.config import EplbConfig
 from crossdock.workers.replica.engine.engine_loader import load_engine
 from crossdock.workers.replica.engine.sleep import Sleep
+from crossdock.workers.replica.serving.metrics import EngineMetrics
 from tests.sweeps import SOAK
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.weights.test_packed_checkpoints import write_experts
@@ -50,6 +51,10 @@ def test_experts_that_move_and_have_copies_leave_tokens_as_those_of_one_rank(
         assert tokens(engine, works(num_tokens=40)) == wanted
         assert balance.num_moved
         assert tokens(engine, works(num_tokens=40)) == wanted
+        shown = EngineMetrics(engine).registry
+        assert shown.get_sample_value("crossdock_experts_moved_total") == balance.num_moved
+        assert balance.balancedness is not None
+        assert shown.get_sample_value("crossdock_expert_balancedness") == balance.balancedness
 
 
 def test_other_weights_begin_where_ranks_read_them_and_move_again(ranks: Ranks, tmp_path: Path) -> None:
