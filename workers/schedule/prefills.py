@@ -135,7 +135,7 @@ class PrefillScheduler:
         work = StepWork.of_streams(len(decodes), sum([part.start for part in decodes]), adapters)
         alone = cost.seconds(work)
         floor = floor_beside(cost, work, list(tpots), overrun, config.chunk_floor, alone)
-        longest = self._longest(first, cost, alone) if streams else self._idle_step(prefills, cost)
+        longest = self._longest(first, cost, work, alone) if streams else self._idle_step(prefills, cost)
         max_tokens = config.max_num_batched_tokens
         budget = adaptive_chunk_budget(max_tokens, floor, work, slack, longest, cost, most_urgent, overrun)
         if streams:
@@ -185,14 +185,20 @@ class PrefillScheduler:
             return min(stream.due - now, longest_gap(tpot, is_urgent=False))
         return lent_due(stream, tpot) - now
 
-    def _longest(self, prompt: Request, cost: StepCost, alone: float) -> float:
-        """Return the most seconds of a step with streams and a chunk of a prompt. `alone`: of its decodes."""
+    def _longest(self, prompt: Request, cost: StepCost, decodes: StepWork, alone: float) -> float:
+        """Return the most seconds of a step with streams and a chunk of a prompt. `alone`: seconds of its decodes.
+
+        In a pipeline, rows up to the breakpoint of the cost are a fixed part too: a chunk of fewer rows reads nearly
+        all that a large one reads.
+        """
         seconds = self.table.config.idle_step_share * self.table.tightest_ttft_s()
         depth = self.forecast.depth
         if depth == 1:
             return seconds
         work = max(cost.chunk_seconds(0, prompt.num_tokens), alone)
-        return min(seconds, alone + balanced_seconds(cost.base, work, depth))
+        fixed = max(cost.fixed_seconds(0), cost.base)
+        rest = cost.early_seconds(cost.breakpoint_rows) - cost.early_seconds(decodes.rows)
+        return min(seconds, alone + max(rest, 0.0) + balanced_seconds(fixed, work, depth))
 
     def _fill(self, budget: ChunkBudget, prefills: Sequence[Request]) -> list[Scheduled]:
         table = self.table
