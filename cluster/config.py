@@ -122,9 +122,10 @@ class PoolConfig(BaseModel):
     )
     tensor_parallel_size: int = Field(1, ge=1, description="Ranks that divide every layer of a replica.")
     pipeline_parallel_size: int = Field(1, ge=1, description="Consecutive stages of layers that a replica is cut into.")
-    enable_expert_parallel: bool = Field(
-        False,
-        description="Whole experts on each of the ranks that divide a layer, in place of a slice of every expert.",
+    enable_expert_parallel: bool | None = Field(
+        None,
+        description="Whole experts on each of the ranks that divide a layer, in place of a slice of every expert; "
+        "null: whole with enable_eplb, else what takes less time by predicted seconds.",
     )
     enable_eplb: bool = Field(
         False, description="Move whole experts between ranks by counted rows, and copy hot ones (eplb_config)."
@@ -159,7 +160,12 @@ class PoolConfig(BaseModel):
     @property
     def moving_experts(self) -> EplbConfig | None:
         """How whole experts move between ranks; None: they stay, or there are none."""
-        return self.eplb_config if self.enable_eplb and self.enable_expert_parallel else None
+        return self.eplb_config if self.enable_eplb and self.has_whole_experts else None
+
+    @property
+    def has_whole_experts(self) -> bool | None:
+        """Whether ranks are asked for whole experts; None: each replica chooses by predicted seconds."""
+        return True if self.enable_expert_parallel is None and self.enable_eplb else self.enable_expert_parallel
 
     @property
     def most(self) -> int:
@@ -394,7 +400,7 @@ class ClusterConfig(BaseModel):
             mixes_weights=self.router.unlike_weights == "mixed",
             tensor_parallel_size=pool.tensor_parallel_size,
             pipeline_parallel_size=pool.pipeline_parallel_size,
-            enable_expert_parallel=pool.enable_expert_parallel,
+            enable_expert_parallel=pool.has_whole_experts,
             eplb=pool.moving_experts,
             rank_timeout_s=pool.rank_timeout_s,
             emulated=None

@@ -37,17 +37,20 @@ def _worker_group_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
     from crossdock.workers.model.weights.checkpoint import resolve_model, resolve_tokenizer
     from crossdock.workers.model.weights.weights import check_division
     from crossdock.workers.replica.engine.engine_loader import engine_of_ranks
-    from crossdock.workers.replica.ranks.rank_loader import position_of
+    from crossdock.workers.replica.ranks.expert_choice import with_experts_divided
+    from crossdock.workers.replica.ranks.rank_loader import driver_of, position_of
     from crossdock.workers.replica.ranks.worker_group import WorkerGroup
 
     path = resolve_model(spec.model.path)
     tokenizer = resolve_tokenizer(spec.tokenizer, spec.model.path)
-    check_division(path, position_of(spec, 0))
     gpus = _gpus(spec)
+    driver = driver_of(spec)
+    _see_only(gpus[driver])
+    spec, _ = with_experts_divided(spec)
+    check_division(path, position_of(spec, 0))
     worker_group = WorkerGroup(
         spec, "127.0.0.1", lambda _why: None
     )  # a lost rank fails the driver's next step, with the reason
-    driver = worker_group.position.rank
     spawn = multiprocessing.get_context("spawn")
     followers = [
         spawn.Process(target=_follow, args=(spec, rank, worker_group.address, gpus[rank]), daemon=True)
@@ -57,7 +60,6 @@ def _worker_group_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
     try:
         for process in followers:
             process.start()
-        _see_only(gpus[driver])
         yield engine_of_ranks(_load(worker_group), worker_group, tokenizer)
     finally:
         worker_group.close()

@@ -280,7 +280,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "pools.*.enable_expert_parallel",
             ("--enable-expert-parallel/--no-enable-expert-parallel", "-ep"),
-            help="Whole experts on each rank, in place of a slice of every expert, in all pools.",
+            help="Whole experts on each rank, or a slice of every expert, in all pools; by default the faster way.",
         ),
         Flag(
             "pools.*.enable_eplb",

@@ -63,23 +63,35 @@ def prepare(config: ClusterConfig, *, has_gpus: bool) -> list[str]:
                     check_mtp(speculative.model, folder)
                 except ValueError as error:
                     raise ValueError(f"pools: speculative_config of {pool.name!r}: {error}") from None
-        if pool.num_ranks > 1:
-            from crossdock.workers.model.cut.position import RankPosition
-            from crossdock.workers.model.weights.weights import check_division
+        lines += _of_ranks(pool, folder)
+    return lines
 
-            moving = pool.moving_experts
-            copies = None if moving is None else moving.num_redundant_experts
-            sizes = pool.tensor_parallel_size, pool.pipeline_parallel_size
-            position = RankPosition(0, *sizes, pool.enable_expert_parallel, copies)
-            if why := check_division(folder, position):
-                lines.append(f"Pool {pool.name}: enable_expert_parallel changes nothing: {why}")
-        if (pool.enable_eplb or pool.eplb_config.num_redundant_experts) and pool.moving_experts is None:
-            needed = "enable_eplb and enable_expert_parallel"
-            lines.append(f"Pool {pool.name}: no expert moves or gets a copy: that needs {needed}")
-        if pool.enable_expert_parallel and pool.tensor_parallel_size == 1:
-            lines.append(
-                f"Pool {pool.name}: enable_expert_parallel changes nothing: one rank has all experts of a layer"
-            )
+
+def _of_ranks(pool: PoolConfig, folder: Path) -> list[str]:
+    """Check that a pool's ranks can divide the model in `folder`. Return a line for each setting without effect.
+
+    Raises:
+        CannotCut: they cannot; the message gives the reason.
+    """
+    lines = []
+    asked = "enable_expert_parallel" if pool.enable_expert_parallel else "enable_eplb"
+    if pool.num_ranks > 1:
+        from crossdock.workers.model.cut.position import RankPosition
+        from crossdock.workers.model.weights.weights import check_division
+
+        moving = pool.moving_experts
+        copies = None if moving is None else moving.num_redundant_experts
+        sizes = pool.tensor_parallel_size, pool.pipeline_parallel_size
+        # Whole experts can be divided wherever slices can: a replica that chooses has one way at least.
+        position = RankPosition(0, *sizes, pool.has_whole_experts is not False, copies)
+        why = check_division(folder, position)
+        if why and pool.has_whole_experts:
+            lines.append(f"Pool {pool.name}: {asked} changes nothing: {why}")
+    if (pool.enable_eplb or pool.eplb_config.num_redundant_experts) and pool.moving_experts is None:
+        needed = "enable_eplb, and enable_expert_parallel true or null"
+        lines.append(f"Pool {pool.name}: no expert moves or gets a copy: that needs {needed}")
+    if pool.has_whole_experts and pool.tensor_parallel_size == 1:
+        lines.append(f"Pool {pool.name}: {asked} changes nothing: one rank has all experts of a layer")
     return lines
 
 

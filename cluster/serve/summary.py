@@ -31,6 +31,7 @@ def summary(replicas: Sequence[Mapping[str, Any]], used: int | None = None, free
         if not profile.generates:
             lines.append(f"Texts: {title}{_texts(profile)}")
             continue
+        lines += [f"Experts: {title}{line}" for line in machine.get("experts", ())]
         lines.append(f"KV pages: {title}{_pages(machine, profile)}")
         lines.append(f"Speed: {title}{_speed(profile)}")
     if used is not None and free is not None and lines:

@@ -13,7 +13,7 @@ _RECURRENT = ("mamba", "ssm", "linear_", "conv_", "lru_", "time_mix")  # fields 
 _UNGATED = ("gpt2", "gpt_neo", "gpt_neox", "gptj", "opt", "phi", "falcon", "starcoder2", "nemotron", "bloom", "mpt")
 """Model types whose MLP has two matrices; others have a third, the gate."""
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
-_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
+CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk")
 _SHARED = ("n_shared_experts", "num_shared_experts", "moe_num_shared_experts")
 _SHARED_WIDTH = ("shared_expert_intermediate_size", "shared_intermediate_size")
 _FIRST_SPARSE = ("first_k_dense_replace", "moe_layer_start_index")
@@ -291,7 +291,7 @@ def _experts(
     if not sparse:
         return None, (0, False)
     count = config.size(*_EXPERTS)
-    chosen = config.size(*_CHOSEN)
+    chosen = config.size(*CHOSEN_EXPERTS)
     each = len(sparse) * 3 * hidden * _expert_width(config)
     how = stored(f"model.layers.{layers - 1}.mlp.experts.0.up_proj")
     return Experts(count, chosen, count * each * how.num_bytes), (chosen * each, how.is_fp8)

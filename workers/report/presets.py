@@ -30,6 +30,7 @@ An encoder of pictures with P parameters, `layers` of width `hidden` and p patch
 on one GPU.
 """
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,6 +38,7 @@ from pydantic import ValidationError
 
 from crossdock.workers.model.weights.scheme import loaded_scheme, scheme_at
 from crossdock.workers.model.weights.untrusted import read_config_file
+from crossdock.workers.report.expert_division import ProductRates
 from crossdock.workers.report.model_figures import (
     BF16,
     PAGE_SIZE,
@@ -97,6 +99,7 @@ _ATTENTION_SHARE = 0.4
 _LAUNCH_S = 1e-3  # of a step, in addition to its kernels
 _ALL_REDUCE_S = 10e-6  # each, in addition to the time of its bytes
 _SAMPLE_S = 5e-6  # per stream
+_TILE = 64  # inner features of experts that our Triton kernel computes at once: half of 128 outputs, or 64 inputs
 _RESERVE = 0.1  # of the memory, for activations and graphs
 _HOST = 25e9  # bytes per second from pinned memory of the host: half of what PCIe 5.0 x16 can, since pages are small
 _NETWORK = 25e9  # bytes per second at which a GPU's KV pages travel: 200 Gbit/s of RDMA
@@ -154,6 +157,15 @@ def is_gpu(name: str) -> bool:
     """Return whether `name`, without `*N`, is a GPU of a data sheet and how many of them: `h100`, `h100-tp4`."""
     gpu, dash, num_gpus = name.partition("*")[0].partition("-tp")
     return gpu in GPUS and (num_gpus in map(str, _TP) if dash else True)
+
+
+def product_rates(device_name: str) -> ProductRates | None:
+    """Return how fast a GPU computes products, by its name as its driver gives it; None: no data sheet is here."""
+    words = re.split(r"[^a-z0-9]+", device_name.lower())
+    gpu = next((GPUS[word] for word in words if word in GPUS), None)
+    if gpu is None:
+        return None
+    return ProductRates(gpu.bandwidth * _BANDWIDTH_SHARE, gpu.flops * _GEMM_SHARE, tile=_TILE)
 
 
 def estimate(gpu: str, folder: Path, quantization: str | None = None) -> SchedulingProfile:

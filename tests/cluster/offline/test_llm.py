@@ -209,6 +209,10 @@ def test_settings_of_vllm_and_of_serve_reach_the_engine() -> None:
     spec = config.replica_spec(config.pools[0])
     assert (spec.engine.page_size, spec.num_ranks, spec.model.dtype) == (32, 2, "float16")
     assert spec.enable_expert_parallel
+    del settings["enable_expert_parallel"]
+    for further, is_whole in (({}, None), ({"enable_eplb": True}, True), ({"enable_expert_parallel": False}, False)):
+        open_config = offline_configuration("somewhere", settings | further)
+        assert open_config.replica_spec(open_config.pools[0]).enable_expert_parallel is is_whole
     assert (spec.engine.kv_cache_memory, spec.engine.chunk_policy) == (3 << 30, "adaptive")
     assert spec.engine.default_slo_class == "batch"
 

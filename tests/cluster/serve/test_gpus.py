@@ -193,7 +193,12 @@ def test_start_says_where_whole_experts_were_asked_for_in_vain(small_model_dir: 
 def test_start_says_where_no_expert_moves_or_is_copied(small_model_dir: Path) -> None:
     given = {"name": "mixed", "enable_eplb": True, "eplb_config": {"num_redundant_experts": 2}}
     _, line = prepare(load(None, {"model.path": str(small_model_dir), "pools": [given]}), has_gpus=False)
-    assert line == "Pool mixed: no expert moves or gets a copy: that needs enable_eplb and enable_expert_parallel"
+    assert line == "Pool mixed: enable_eplb changes nothing: one rank has all experts of a layer"
+    needed = "enable_eplb, and enable_expert_parallel true or null"
+    for needless in ({"enable_eplb": False}, {"enable_expert_parallel": False}):
+        config = load(None, {"model.path": str(small_model_dir), "pools": [given | needless]})
+        _, line = prepare(config, has_gpus=False)
+        assert line == f"Pool mixed: no expert moves or gets a copy: that needs {needed}"
 
 
 def test_start_says_that_a_head_of_this_model_is_not_computed(small_model_dir: Path) -> None:

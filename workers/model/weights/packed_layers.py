@@ -225,6 +225,12 @@ def packed_bytes(model: Any) -> int:
     return sum(each.nbytes for each in packed_tensors(model))
 
 
+def count_numbers(model: Any) -> int:
+    """Return how many numbers the parameters and the packed matrices of a model stand for."""
+    plain: int = sum(parameter.numel() for parameter in model.parameters())
+    return plain + sum(matrix.shape[0] * matrix.shape[1] for matrix in _matrices(model))
+
+
 def packed_tensors(model: Any) -> list[Tensor]:
     """Return the tensors of all packed matrices of a model."""
     return [tensor for matrix in _matrices(model) for tensor in matrix.tensors]

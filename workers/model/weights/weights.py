@@ -284,12 +284,13 @@ def model_on_meta(
     Raises:
         CannotCut: there is no such part.
     """
-    return _part_on_meta(config, position, dtype, scheme)[0]
+    return part_on_meta(config, position, dtype, scheme)[0]
 
 
-def _part_on_meta(
+def part_on_meta(
     config: PretrainedConfig, position: RankPosition, dtype: torch.dtype, scheme: Scheme | None
 ) -> tuple[Any, ModelPart]:
+    """Return the module of the rank at `position` as `model_on_meta` does, and which part of the model it is."""
     held = scheme or scheme_of(config.to_dict())
 
     def form_of(name: str) -> PackedForm | None:
@@ -318,7 +319,7 @@ def check_division(path: Path, position: RankPosition) -> str:
     config = read_config(path)
     reasons = []
     for rank in range(position.size):
-        _, part = _part_on_meta(config, replace(position, rank=rank), torch.float32, None)
+        _, part = part_on_meta(config, replace(position, rank=rank), torch.float32, None)
         reasons.append(part.why_experts_are_sliced)
     return max(reasons)
 

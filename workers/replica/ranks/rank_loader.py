@@ -53,12 +53,13 @@ def position_of(spec: ReplicaSpec, rank: int) -> RankPosition:
     """Return where `rank` stands in the worker group of a replica."""
     copies = None if spec.eplb is None else spec.eplb.num_redundant_experts
     sizes = spec.tensor_parallel_size, spec.pipeline_parallel_size
+    assert spec.enable_expert_parallel is not None, "the driver chooses before ranks have positions"
     return RankPosition(rank, *sizes, spec.enable_expert_parallel, copies)
 
 
 def driver_of(spec: ReplicaSpec) -> int:
     """Return the rank that schedules and samples."""
-    return position_of(spec, 0).driver
+    return RankPosition(0, spec.tensor_parallel_size, spec.pipeline_parallel_size).driver
 
 
 def load_rank(

@@ -254,7 +254,11 @@ def test_flag_of_others_ends_the_command_with_its_line(command: str, args: list[
             "--tp 8 --enable-expert-parallel",
             "--ep-size: read as --set pools.*.enable_expert_para",
         ),
-        ("--tp 8 --ep 1", "--tp 8", "--ep: read as --set pools.*.enable_expert_parallel=false"),
+        (
+            "--tp 8 --ep 1",
+            "--tp 8 --no-enable-expert-parallel",
+            "--ep: read as --set pools.*.enable_expert_parallel=false",
+        ),
         ("--tp 8 --enable-ep-moe", "--tp 8 -ep", "--enable-ep-moe: read as --enable-expert-parallel"),
         ("--dp 8 --enable-dp-attention --tp 8", "--tp 8", "--dp 8: read as the ranks of the one replica"),
     ],

@@ -55,6 +55,13 @@ def test_one_replica_is_summarised_in_four_lines() -> None:
     ]
 
 
+def test_predicted_seconds_of_both_divisions_of_experts_stand_between_machine_and_pages() -> None:
+    experts = ["slices: 1.0 GiB a rank; predicted 2 ms for 1 stream: chosen", "whole: 1.0 GiB a rank"]
+    _, *lines = summary([replica(machine={"experts": experts})])
+    assert lines[:2] == [f"Experts: {line}" for line in experts]
+    assert lines[2].startswith("KV pages")
+
+
 def test_pages_of_an_emulated_device_are_counted_and_not_stored() -> None:
     (pages,) = [line for line in summary([replica(machine={"device": "emulated h100-8b"})]) if line.startswith("KV")]
     assert pages == "KV pages: 80,000 tokens, counted and not stored; the longest context is 8,192 tokens"

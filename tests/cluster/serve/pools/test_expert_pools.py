@@ -8,8 +8,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import httpx
 import psutil
 
+from crossdock.cluster.serve.summary import summary
 from tests.cluster.serve.pools import served_pools as pools
 from tests.cluster.serve.pools.served_pools import Stream, assert_greedy, prompt
 from tests.cluster.serve.pools.test_divided_pair import actors
@@ -28,6 +30,21 @@ POOLS: tuple[dict[str, Any], ...] = (
     {"name": "mixed"},
 )
 SIZES = {"vocab_size": 640, "hidden_size": 128, "max_position_embeddings": 4096}
+
+
+def test_start_without_a_word_on_experts_says_both_ways_and_serves_by_one(
+    ray_cluster: None, tmp_path: Path, tokenizers: dict[str, Any]
+) -> None:
+    oracle = write_experts(tmp_path, CASES["awq"], **SIZES).eval()
+    tokenizers["byte_level"].save_pretrained(tmp_path / "plain")
+    with pools.deployment(tmp_path / "plain", ({"name": "mixed", "tensor_parallel_size": 2},), {}) as url:
+        replicas = httpx.get(f"{url}/v1/replicas", timeout=60).raise_for_status().json()["data"]
+        lines = [line for line in summary(replicas) if line.startswith("Experts: ")]
+        assert [line.split()[1] for line in lines] == ["slices:", "whole:"]
+        assert all(" MiB a rank; predicted " in line for line in lines)
+        assert sum(line.endswith(": chosen") for line in lines) == 1
+        asked = prompt(0, 40)
+        assert_greedy(oracle, asked, Stream(url, asked).result(), 24)
 
 
 def test_ranks_with_whole_experts_in_pools_have_the_tokens_of_one_rank_when_a_rank_is_killed(
