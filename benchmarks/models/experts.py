@@ -4,9 +4,9 @@
 
 A mixture of experts with random weights, whose routers prefer some experts as much as predictions assume: by shares of
 which each division is as likely as any other. Two ranks of one thread each run on this machine. Prints CPU milliseconds
-of a step on the rank that takes most, the least of some runs, for decodes and chunks of a prompt: they depend little on
-what else the machine does. Beside them stand the milliseconds that a start predicts, and the mean of both ranks. Both
-ways take turns.
+of a step on the rank that takes most, the least of some runs, for decodes and chunks of a prompt: they depend less than
+seconds on what else the machine does. Beside them stand the milliseconds that a start predicts, without the host's
+work, and the mean of both ranks. Both ways take turns.
 """
 
 import argparse
