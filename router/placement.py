@@ -130,30 +130,36 @@ def choose(
         costs = ((prompt_cost + output_cost) * spread)[alone]
         at = int(costs.argmin())
         best = SlotPair(int(alone[at]), int(alone[at]), float(costs[at]))
-    prompt_cost += evicted  # a pair keeps the pages of the prompt on both replicas
-    room = prediction.room_wait
-    room_cost = output_cost + slo.weight * (room + LATE_WEIGHT * np.maximum(room - due, 0.0))
-    for group in np.unique(candidates.groups[prefills]) if len(prefills) and len(candidates.decodes) else ():
-        near = least(_within(prefills, group, candidates), prompt_cost * spread, PAIR_CANDIDATES)
-        far = least(_within(candidates.decodes, group, candidates), room_cost * spread, PAIR_CANDIDATES)
-        handover = _handover_costs(loads, query, cached, prediction, slo, due, near, far)
-        costs = prompt_cost[near, None] + output_cost[far] + handover
-        costs *= np.sqrt(spread[near, None] * spread[far])
-        costs[near[:, None] == far] = inf
-        if costs.size and (best is None or costs.min() < best.cost):
-            row, column = divmod(int(costs.argmin()), len(far))
-            best = SlotPair(int(near[row]), int(far[column]), float(costs[row, column]))
+    if len(prefills) and len(candidates.decodes):
+        prompt_cost += evicted  # a pair keeps the pages of the prompt on both replicas
+        room = prediction.room_wait
+        room_cost = output_cost + slo.weight * (room + LATE_WEIGHT * np.maximum(room - due, 0.0))
+        for group in np.unique(candidates.groups[prefills]):
+            near = least(_within(prefills, group, candidates), prompt_cost * spread, PAIR_CANDIDATES)
+            far = least(_within(candidates.decodes, group, candidates), room_cost * spread, PAIR_CANDIDATES)
+            handover = _handover_costs(loads, query, cached, prediction, slo, due, near, far)
+            costs = prompt_cost[near, None] + output_cost[far] + handover
+            costs *= np.sqrt(spread[near, None] * spread[far])
+            costs[near[:, None] == far] = inf
+            if costs.size and (best is None or costs.min() < best.cost):
+                row, column = divmod(int(costs.argmin()), len(far))
+                best = SlotPair(int(near[row]), int(far[column]), float(costs[row, column]))
     assert best is not None, "there must be a replica to choose"
-    check_promise(loads, query, prediction, slo, best.prefill, candidates)
+    check_promise(loads, query, prediction, slo, best, candidates)
     return best
 
 
 def check_promise(
-    loads: Loads, query: Query, prediction: Prediction[Floats], slo: SloClass, chosen: int, candidates: Candidates
+    loads: Loads, query: Query, prediction: Prediction[Floats], slo: SloClass, chosen: SlotPair, candidates: Candidates
 ) -> None:
-    """Raise Overloaded where the `chosen` slot would refuse the request as late, and all that may take it would."""
-    if not query.may_refuse or not loads.refuses_late[chosen]:
+    """Raise Overloaded where the `chosen` replica would refuse the request as late, and all that may take it would."""
+    slot = chosen.prefill
+    if not query.may_refuse or not loads.refuses_late[slot]:
         return
+    if slot == chosen.decode:  # the usual case is that this one keeps the promise: the others need not be looked at
+        ttft = max(prediction.admission_ttft[slot], prediction.room_wait[slot])
+        if ttft <= slo.ttft_deadline(float(prediction.alone[slot])):
+            return
     late = late_refusal_s(loads, prediction, slo, candidates)
     first = candidates.first
     at = int(late.argmin())

@@ -136,7 +136,8 @@ def predict_prompt(
         own += encoder * loads.pipeline.interval_share
         prompt_lateness += _encoder_lateness(loads, priority, rest, encoder, num_items)
     drain = drain_seconds(loads.cost, *steps)
-    ahead, delays = _backlog_ahead(loads, priority, age, own, fair)
+    step_left = loads.step_left(age)
+    ahead, delays = _backlog_ahead(loads, priority, age, step_left, own, fair)
     behind = ahead + own
     output = query.expected_output
     room_wait = nothing_like(rest) if held is None else _room_wait(loads, priority, num_tokens - held + output, age)
@@ -147,7 +148,7 @@ def predict_prompt(
     lent = Lent(loads.lent.share, loads.lent.seconds * loads.shares.delays_streams[priority])
     pace = pace_of(share, lent, behind, larger)
     known_pace = pace_of(loads.shares.now[priority], lent, behind, larger)
-    not_before = loads.step_left(age) if held is None else larger(loads.step_left(age), room_wait)
+    not_before = step_left if held is None else larger(step_left, room_wait)
     return PromptPrediction(
         prefill=own,
         alone=own + drain,
@@ -173,12 +174,17 @@ def _encoder_seconds(loads: Any, items: Sequence[tuple[int, int, int]], cached: 
 
 
 def _backlog_ahead(
-    loads: Figures[Figure], priority: int, age: Figure, own: Figure, fair: Callable[[Figure, Figure], Figure] | None
+    loads: Figures[Figure],
+    priority: int,
+    age: Figure,
+    step_left: Figure,
+    own: Figure,
+    fair: Callable[[Figure, Figure], Figure] | None,
 ) -> tuple[Figure, Figure]:
     """Return the seconds of waiting prompts that go before a prompt of `own` seconds, and the seconds by which it
     delays others.
 
-    Since a replica last reported, it has worked off some of what it reported."""
+    Since a replica last reported, it has worked off some of what it reported. `step_left`: of `age`."""
     larger = loads.cost.larger
     smaller = loads.cost.smaller
     done = smaller(age, MAX_UNSEEN_PROGRESS_S) * loads.shares.now[priority]
@@ -198,7 +204,7 @@ def _backlog_ahead(
         done -= total
     # Booked prompts are computed after those, and not before the step ended that ran as the first one was booked.
     if len(reported[0]) or len(booked[0]) or largest(urgent_booked) > 0:
-        since = smaller(age - loads.queue.first_booked, MAX_UNSEEN_PROGRESS_S) - loads.step_left(age)
+        since = smaller(age - loads.queue.first_booked, MAX_UNSEEN_PROGRESS_S) - step_left
         done = smaller(done, since * loads.shares.now[priority])
         done = larger(done, 0.0)
         ahead += larger(urgent_booked - done, 0.0)

@@ -63,7 +63,7 @@ def row(
     urgent_reported, urgent_booked = map(_urgent_seconds, groups)
     room, ends = room_of(profile, live, booked, work, max(gap, cost.base), shares[0])
     coming = [(each.at - reported_at, each.seconds) for each in booked if each.seconds and not each.has_first]
-    chunk_s = pace.chunk_s if pace.has_streams else _chunk_seconds(live, profile, cost)
+    chunk_s = pace.chunk_s if pace.has_streams else _chunk_seconds(live, profile, cost, pace.prompt_steps)
     page_seconds = live.tiers.page_seconds or (0.0,)
     has_work = pace.has_streams or sum(work.arriving) > 0 or any(num_groups)
     depth = profile.pipeline_parallel_size
@@ -122,15 +122,18 @@ def _costs(profile: SchedulingProfile, learnt: Learnt) -> _Costs:
     return _Costs(profile.cost, profile.interval_share, profile.overrun)
 
 
-def _chunk_seconds(live: LiveProfile, profile: SchedulingProfile, cost: StepCost) -> float:
-    """Return the seconds that chunks take in a step without streams, at most: more where prompts wait."""
+def _chunk_seconds(live: LiveProfile, profile: SchedulingProfile, cost: StepCost, alone: PromptSteps) -> float:
+    """Return the seconds that chunks take in a step without streams, at most: more where prompts wait.
+
+    `alone`: the steps of a prompt behind which none waits."""
     classes = profile.slo_classes
     groups = [(min(group.priority, len(classes) - 1), group.tokens, group.count) for group in live.prefills.groups]
     tightest = min([classes[priority].ttft_s for priority, _, _ in groups], default=0.0)
     seconds = [queue_seconds(cost, [(priority, tokens)], classes, tightest) for priority, tokens, _ in groups]
     # The prompt that is computed first is not behind itself: it is known as one of its group.
     first = max([each / count for each, (_, _, count) in zip(seconds, groups, strict=True) if count], default=0.0)
-    steps = PromptSteps.of(profile, cost, sum(seconds) - first)
+    behind = sum(seconds) - first
+    steps = PromptSteps.of(profile, cost, behind) if behind > 0 else alone
     return float(min(steps.max_step_tokens * cost.per_prefill_token, steps.max_chunk_s))
 
 
@@ -241,8 +244,7 @@ def _future(
     num_steps, per_step = _steps_between_tokens(count + 1, profile.pipeline_parallel_size, costs.interval_share)
     context = work.context + work.future_context
     seconds, joined = [
-        costs.step.seconds(StepWork.of_streams(each, context, work.future_adapters, num_steps))
-        for each in (count, count + 1)
+        costs.step.streams_seconds(each, context, work.future_adapters, num_steps) for each in (count, count + 1)
     ]
     gap = seconds * per_step * gap_share  # with drafts, a step brings several tokens
     streams = [now + max(more, 0) for now, more in zip(work.streams, work.arriving, strict=True)]

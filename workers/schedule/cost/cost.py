@@ -22,6 +22,10 @@ class AdapterWork(NamedTuple):
     def plus(self, adapters: float, adapted: float) -> "AdapterWork":
         return AdapterWork(self.adapters + adapters, self.adapted + adapted)
 
+    def over(self, parts: float) -> "AdapterWork":
+        """Return the numbers of each step where the streams are spread over so many."""
+        return AdapterWork(self.adapters / parts, self.adapted / parts) if self.adapted else NO_ADAPTERS
+
 
 class StepWork(NamedTuple):
     """The quantities of a step that its duration depends on. May be a mean over several steps."""
@@ -53,8 +57,8 @@ class StepWork(NamedTuple):
     @classmethod
     def of_streams(cls, count: float, context: float, adapters: AdapterWork, parts: float = 1) -> "StepWork":
         """Return the work of a step that decodes one in `parts` of so many streams, with `context` tokens in total."""
-        each = [adapters.adapters / parts, adapters.adapted / parts] if adapters.adapted else (0, 0)
-        return cls(decodes=count / parts, context=context / parts, adapters=each[0], adapted=each[1])
+        each = adapters.over(parts)
+        return cls(decodes=count / parts, context=context / parts, adapters=each.adapters, adapted=each.adapted)
 
     @property
     def rows(self) -> float:
@@ -200,31 +204,30 @@ class StepCost(BaseModel, CostFormula[float]):
         seconds = self.device_seconds(work)
         return seconds if seconds > self.least_with_chunk or work.is_decodes_alone else self.least_with_chunk
 
+    def streams_seconds(self, count: float, context: float, adapters: AdapterWork, parts: float = 1) -> float:
+        """Return the predicted seconds of a step that decodes one in `parts` of so many streams: `StepWork.of_streams`
+        has its work."""
+        return self.decode_step_seconds(count / parts, context / parts, *adapters.over(parts))
+
     def device_seconds(self, work: StepWork) -> float:
         """Return the predicted seconds of a step if launching its kernels took no time."""
         tokens, attended, decodes, context, drafts, chunk_context, adapters, adapted = work
         if not (tokens or drafts):
             return self.decode_step_seconds(decodes, context, adapters, adapted)
         logits = decodes + drafts
-        seconds = self.chunks_seconds(tokens, attended, tokens + logits, chunk_context, drafts)
-        return self._with_decodes(seconds, logits, self.context_seconds(context, decodes), adapters, adapted)
+        seconds = self.chunks_seconds(tokens, attended, tokens + logits, chunk_context, tokens + drafts)
+        decode_s = self.per_decode * logits + self.context_seconds(context, decodes)
+        return seconds + decode_s + (self.per_adapter * adapters + self.per_adapted * adapted)
 
     def decode_step_seconds(self, decodes: float, context: float, adapters: float = 0.0, adapted: float = 0.0) -> float:
         """Return the predicted seconds of a step of `decodes` streams alone, with `context` tokens in total.
 
         `adapters`, `adapted`: as in `StepWork`.
         """
-        early = self.per_early_row * min(decodes, self.breakpoint_rows)
         # The rest of `chunks_seconds` is zero. This runs for every step of a simulation.
-        return self._with_decodes(self.base + early, decodes, self.context_seconds(context, decodes), adapters, adapted)
-
-    def _with_decodes(self, seconds: float, logits: float, read_s: float, adapters: float, adapted: float) -> float:
-        """Return the seconds of a step that takes `seconds` without its decodes and drafts, `logits` in number.
-
-        `read_s`: in which the context of decodes is read.
-        """
-        seconds += self.per_decode * logits + read_s
-        return seconds + (self.per_adapter * adapters + self.per_adapted * adapted)
+        early = self.per_early_row * min(decodes, self.breakpoint_rows)
+        decode_s = self.per_decode * decodes + self.context_seconds(context, decodes)
+        return self.base + early + decode_s + (self.per_adapter * adapters + self.per_adapted * adapted)
 
     def draft_seconds(self, rows: float, context: float, adapter: float = 0) -> float:
         """Return the seconds that one more draft adds to `device_seconds` of a step of `rows` rows.

@@ -54,13 +54,13 @@ class CostFormula(Generic[Figure]):
         return seconds
 
     def chunks_seconds(
-        self, tokens: Figure, attended: Figure, rows: Figure, chunk_context: Figure, drafts: Figure
+        self, tokens: Figure, attended: Figure, rows: Figure, chunk_context: Figure, attending: Figure
     ) -> Figure:
         """Return the seconds of a step without what decodes and adapters add, if launching its kernels takes no time.
 
-        The quantities are those of `StepWork`; `rows` counts those of decodes too.
+        The quantities are those of `StepWork`; `rows` counts those of decodes too, `attending` tokens and drafts.
         """
-        seconds = self.base + self.per_prefill_token * tokens + self.attended_seconds(attended, tokens + drafts)
+        seconds = self.base + self.per_prefill_token * tokens + self.attended_seconds(attended, attending)
         early: Figure = self.per_early_row * self.smaller(
             rows, self.breakpoint_rows
         )  # `early_seconds`: a call takes time
@@ -82,8 +82,8 @@ class CostFormula(Generic[Figure]):
 
         `adapter`: numbers in the matrices of the chunk's adapter.
         """
-        none = num_tokens * 0
-        seconds = self.chunks_seconds(num_tokens, num_tokens * (start + num_tokens / 2), num_tokens, start, none)
+        attended = num_tokens * (start + num_tokens / 2)
+        seconds = self.chunks_seconds(num_tokens, attended, num_tokens, start, num_tokens)
         if adapter:
             seconds = seconds + self.per_adapted * (num_tokens * adapter)
         longer: Figure = self.larger(seconds, self.least_with_chunk * (num_tokens > 1))

@@ -242,6 +242,15 @@ def test_step_of_decodes_alone_takes_what_the_terms_of_the_cost_say(count: int, 
     assert cost.device_seconds(streams) == cost.seconds(streams) == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("adapters", [AdapterWork(0, 0), AdapterWork(3e6, 9e6)])
+@pytest.mark.parametrize("depth", [1, 4])
+def test_step_of_some_streams_takes_what_its_work_takes(depth: int, adapters: AdapterWork) -> None:
+    cost = TRUTH.model_copy(update={"per_adapter": 2e-9, "per_adapted": 1e-10})
+    work = StepWork(decodes=12 / depth, context=7000 / depth, adapters=adapters[0] / depth, adapted=adapters[1] / depth)
+    assert cost.streams_seconds(12, 7000, adapters, depth) == cost.seconds(work)
+    assert StepWork.of_streams(12, 7000, adapters, depth) == work
+
+
 def test_chunk_grows_little_beyond_the_tokens_that_an_indexer_chooses() -> None:
     near = CHOSEN.chunk_seconds(8192, 100) - CHOSEN.chunk_seconds(4096, 100)
     assert near == pytest.approx(4096 * (100 * 5e-9 + CHOSEN.per_chunk_context))
