@@ -1,7 +1,8 @@
 """Describe a request to a router: the properties that decide where the request goes."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from msgspec import Struct
 
 from crossdock.workers.schedule.request.page_hashes import PageHash
 from crossdock.workers.schedule.request.slo import DEFAULT_CLASS
@@ -12,9 +13,12 @@ reach. Weighs a replica's speed of decoding against its TTFT, and sets when book
 placement.py: with 16, good requests fall from 97.1 to 96.7 % in loaded and from 95.4 to 95.1 % in knee."""
 
 
-@dataclass(frozen=True, slots=True)
-class Query:
-    """The properties of a request that decide where the request goes."""
+class Query(Struct, frozen=True):
+    """The properties of a request that decide where the request goes.
+
+    A struct, as a placement and a live profile are: frozen data that is made for each request, in an eighth of the time
+    of a frozen dataclass (0.4 in place of 3.2 µs, Zen 3, 2026-11-30).
+    """
 
     request_id: str
     num_tokens: int  # of its prompt, and of the output another replica has made so far

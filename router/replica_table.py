@@ -2,10 +2,11 @@
 
 import zlib
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from math import inf
 
 import numpy as np
+from msgspec import structs
 from numpy.typing import NDArray
 
 from crossdock.router.loads import Loads, Row, Slots, blank
@@ -314,7 +315,7 @@ class ReplicaTable:
             replica = self.replica_in(slot)
             live = max((replica.live, busiest), key=_work)
             booked = [*replica.pending.values(), *replica.included.values()]
-            live = live and replace(live, learnt=Learnt(gap_share=live.learnt.gap_share))
+            live = live and structs.replace(live, learnt=Learnt(gap_share=live.learnt.gap_share))
             replica.row = row(replica.profile, live, booked, self.classes, {})
             replica.row.write(self.loads, slot)
         for figures in self.loads.joins[:3]:  # when their steps end is unknown

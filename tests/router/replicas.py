@@ -1,8 +1,10 @@
 """Replicas to route over: real schedulers whose steps take the seconds that their cost says, without a model."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
+
+from msgspec import structs
 
 from crossdock.router.fleet import Fleet, RouterConfig
 from crossdock.router.legs import query_of
@@ -95,7 +97,9 @@ def changed(found: LiveProfile, **figures: Any) -> LiveProfile:
         figures[name] = tuple(WaitingRequest(*each) for each in figures[name])
     for name, value in figures.items():
         part, figure = _PARTS.get(name, ("", name))
-        found = replace(found, **{part or name: getattr(found, part)._replace(**{figure: value}) if part else value})
+        found = structs.replace(
+            found, **{part or name: getattr(found, part)._replace(**{figure: value}) if part else value}
+        )
     return found
 
 

@@ -2,13 +2,13 @@
 
 import random
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from crossdock.router import replica_table
 from crossdock.router.fleet import Fleet, RouterConfig
@@ -117,7 +117,7 @@ def test_booked_prompts_without_output_lengthen_the_backlog_and_no_gap() -> None
     fleet.table.refresh(0.0)
     gap = float(fleet.table.loads.future.gap[0])
     for number in range(20):
-        place(fleet, replace(query(f"{number}", 1000), max_tokens=1, is_prompt_alone=True))
+        place(fleet, structs.replace(query(f"{number}", 1000), max_tokens=1, is_prompt_alone=True))
     assert fleet.choose(query("other", 1000), 0.0).predicted_ttft > 15 * idle.predicted_ttft
     fleet.table.refresh(0.0)
     assert fleet.table.loads.future.gap[0] == gap

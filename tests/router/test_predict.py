@@ -3,12 +3,12 @@
 import random
 from bisect import bisect
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec import structs
 
 from crossdock.router.fleet import Fleet
 from crossdock.router.query import Query
@@ -234,12 +234,12 @@ def test_steps_with_adapters_take_what_the_replica_says() -> None:
     assert batch.work[-2:] == (2e6, 3e6)
     newest = batch.work._replace(context=batch.work.context + 4)  # the router counts the newest token of each stream
     assert fleet.table.loads.now.gap[0] == pytest.approx(cost.seconds(newest))
-    new = replace(query("new", 80), adapter="c", adapter_weights=10**6)
+    new = structs.replace(query("new", 80), adapter="c", adapter_weights=10**6)
     alone = fleet_of({"a": replica.profile}).choose(new, 0.0)
     assert alone.prefill_seconds == pytest.approx(cost.chunk_seconds(0, 80, 10**6) + cost.base)
     gaps, more = [float(fleet.table.loads.future.gap[0])], cost.per_decode + 80 * cost.per_context
     for name in ("new", "again"):
-        place(fleet, replace(new, request_id=name))
+        place(fleet, structs.replace(new, request_id=name))
         fleet.table.refresh(0.0)
         gaps.append(float(fleet.table.loads.future.gap[0]))
     assert gaps[1] - gaps[0] == pytest.approx(more + 5e-3 + 1e-3)

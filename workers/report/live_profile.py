@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from msgspec import Struct
+
 from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.cost.cost import NO_ADAPTERS, AdapterWork
 from crossdock.workers.schedule.request.page_hashes import PageHash
@@ -135,23 +137,22 @@ class LoadedAdapters(NamedTuple):
     use: AdapterUse = AdapterUse()
 
 
-@dataclass(frozen=True, slots=True)
-class LiveProfile:
+class LiveProfile(Struct, frozen=True):
     """The work of a replica. Plain data: it crosses processes many times a second."""
 
     incarnation: str  # of the process: a new process starts its sequence again
     sequence: int
-    learnt: Learnt = Learnt()  # noqa: RUF009  # immutable, as all defaults below
-    prefills: Prefills = Prefills()  # noqa: RUF009
-    streams: Decodes = Decodes()  # noqa: RUF009
-    room: Room = Room()  # noqa: RUF009
-    shares: RecentShares = RecentShares()  # noqa: RUF009
-    tiers: TierLoads = TierLoads()  # noqa: RUF009
-    adapters: LoadedAdapters = LoadedAdapters()  # noqa: RUF009
+    learnt: Learnt = Learnt()
+    prefills: Prefills = Prefills()
+    streams: Decodes = Decodes()
+    room: Room = Room()
+    shares: RecentShares = RecentShares()
+    tiers: TierLoads = TierLoads()
+    adapters: LoadedAdapters = LoadedAdapters()
     step_seconds: float = 0.0  # from the step before to the last step's end; 0: no request is running
     bytes_per_second: float = 0.0  # recent rate of page transfers to other replicas; 0: none
     role: Role | None = None  # the replica's role now; None: the role in its static profile
-    weights: WeightVersion = WeightVersion()  # noqa: RUF009
+    weights: WeightVersion = WeightVersion()
     is_paused: bool = False  # it computes nothing until its operator lets it go on
 
 

@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
+
+from msgspec import structs
 
 from crossdock.cluster.bench.metrics import DEFAULT_TARGETS
 from crossdock.cluster.bench.pictures import DrawnPicture
@@ -79,7 +80,7 @@ class Reported(Simulation):
         super().published(replica, now)
         live = self.routers[replica.pool.model][0].table.by_name[replica.name].live
         assert live is not None
-        live = replace(live, room=live.room._replace(eviction_seconds=0.0))
+        live = structs.replace(live, room=live.room._replace(eviction_seconds=0.0))
         self.reports.append((now, replica.name, live))
 
 
