@@ -77,13 +77,13 @@ class _ChatSession:
     history: tuple[Segment, ...] = ()
     turns: int = 0
 
-    def turn(self, mix: Mix, rng: random.Random) -> Job:
-        """Return the next turn's request and add it, with a drawn answer, to the history."""
+    def turn(self, mix: Mix, rng: random.Random, due: float) -> Job:
+        """Return the next turn's request, due at `due` seconds. Adds the turn, with a drawn answer, to the history."""
         prompt = (*self.history, Segment(f"{self.name}/user/{self.turns}", rng.randint(*mix.turn_tokens)))
         answer = rng.randint(*mix.answer_tokens)
         self.history = (*prompt, Segment(f"{self.name}/answer/{self.turns}", answer))
         self.turns += 1
-        return Job(prompt, answer, service_tier=self.service_tier)
+        return Job(prompt, answer, due, service_tier=self.service_tier)
 
 
 def mix_jobs(mix: Mix, seed: int) -> Iterator[Job]:
@@ -101,6 +101,6 @@ def mix_jobs(mix: Mix, seed: int) -> Iterator[Job]:
         else:
             tier = "interactive" if rng.random() < mix.interactive_share else "standard"
             conversation = _ChatSession(f"chat/{number}", tier)
-        yield replace(conversation.turn(mix, rng), due=due)
+        yield conversation.turn(mix, rng, due)
         if rng.random() < 1 - 1 / mix.turns:
             heappush(ready, (due + rng.expovariate(1 / mix.think_s), number, conversation))

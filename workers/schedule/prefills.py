@@ -78,7 +78,8 @@ class PrefillScheduler:
         if budget.lane_tokens:  # short prompts did not need the whole lane, or lacked pages or slots
             budget.release_lane()
             served = {part.request.id for part in chunks}
-            chunks += self._fill(budget, [request for request in prefills if request.id not in served])
+            if others := [request for request in prefills if request.id not in served]:
+                chunks += self._fill(budget, others)
         return chunks, budget.reason
 
     def _budget(

@@ -211,11 +211,12 @@ class Pipeline:
         """Compute a step as `Runner.finish` does. Hand over its hidden states: of prompts that want a vector, and those
         that a head reads."""
         hidden = None
-        if batch.wants_vectors or (self.head is not None and self.head.reads_last_states):
+        wants_vectors = batch.wants_vectors
+        if wants_vectors or (self.head is not None and self.head.reads_last_states):
             computed, hidden = self.runner.finish_pooled(inputs, previous_tokens)
         else:
             computed = self.runner.finish(inputs, previous_tokens)
-        if batch.wants_vectors:
+        if wants_vectors:
             self.sampler.pool(batch, hidden)
         if self.head is not None:
             self.head.observe(batch, hidden)
