@@ -7,6 +7,7 @@ one line in `row`.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import chain
 from operator import attrgetter
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar, get_origin
 
@@ -197,10 +198,7 @@ class Row(ReplicaFigures[StepCost, float, Sequence[float]]):
 
     def write(self, loads: "Loads", slot: int) -> None:
         """Replace the entry of the replica in `slot`."""
-        columns = [*self.cost.coefficients, *_single(self)]
-        for figures in _by_class(self):
-            columns += figures
-        loads.columns[:, slot] = columns
+        loads.columns[:, slot] = [*self.cost.coefficients, *_single(self), *chain.from_iterable(_by_class(self))]
         loads.groups[..., slot] = 0.0
         for source, by_class in enumerate(self.groups):
             for priority, groups in enumerate(by_class):
