@@ -276,12 +276,12 @@ class Fleet:
         return query.page_hashes[: (query.num_tokens - 1) // self.page_size]
 
     def _in_use(self, query: Query, cached: Floats, ages: Floats) -> Floats | None:
-        """Return how many of the `cached` tokens, `[slot]`, lie in pages that other requests hold, where that decides
-        whether the prompt has room. Cached pages that no request holds count as free, but a prompt takes its own.
-        None: the prompt has room at every replica."""
+        """Return how many of the `cached` tokens, `[slot]`, lie in pages that other requests hold, where the prompt
+        lacks room, or others do. Cached pages that no request holds count as free, but a prompt takes its own.
+        None: the prompt has room at every replica, and none waits for pages."""
         loads = self.table.loads
         tokens = query.num_tokens + query.expected_output
-        lacks = lacks_room(loads, loads.priority_of(query.slo_class), tokens, ages)
+        lacks = lacks_room(loads, loads.priority_of(query.slo_class), tokens, ages) | (loads.room.num_lacking > 0)
         if not lacks.any():  # the usual case
             return None
         found = cached.copy()

@@ -27,6 +27,7 @@ Costs = TypeVar("Costs", StepCost, StepCosts)
 One = TypeVar("One", float, Floats)
 Each = TypeVar("Each", Sequence[float], Floats)
 
+BEHIND, FIRST = 0, 1  # where a prompt gets pages after those that wait for pages, or before them
 NUM_GROUPS = len(LENGTHS) + 1  # prompt lengths that are distinguished
 
 
@@ -79,6 +80,9 @@ class RoomFigures(NamedTuple, Generic[One, Each]):
     """Counts the pages and the slots for new requests."""
 
     taken_at: One  # seconds from the last report, until which no request that waits takes free pages
+    num_lacking: One  # prompts that wait for pages
+    shortest_lacking: One  # seconds of the shortest of them, which a shorter prompt passes
+    pages_lacking: One  # that this one needs
     empty_pages: One  # free before cached pages are evicted; below 0: so many pages will be evicted by in-flight loads
     eviction_seconds: One  # of prefill that one evicted page is expected to cost
     free_pages: Each  # by priority
@@ -188,7 +192,8 @@ class Row(ReplicaFigures[StepCost, float, Sequence[float]]):
     """The entry of one replica in `Loads`."""
 
     groups: Sequence[Sequence[Sequence[Group]]] = ()  # [REPORTED or BOOKED][priority]: waiting prompts by length
-    ends: Sequence[tuple[float, float]] = ()  # (seconds since its last report, free pages) at ends of requests
+    ends: Sequence[Sequence[tuple[float, float]]] = ((), ())  # (seconds since its last report, free pages) at ends of
+    # requests: BEHIND prompts that wait for pages, FIRST
     lacking: Sequence[tuple[float, float]] = ()  # (pages, seconds waited until that report) of requests without room
 
     def waiting(self, priority: int) -> Sequence[Sequence[Sequence[float]]]:
@@ -208,13 +213,13 @@ class Row(ReplicaFigures[StepCost, float, Sequence[float]]):
         loads.lacking[..., slot] = 0.0
         for place, figures in enumerate(self.lacking):
             loads.lacking[:, place, slot] = figures
-        if not self.ends:  # the usual case
-            loads.ends[..., slot] = 0.0
-            return
-        times = [at for at, _ in self.ends]
-        freed = [free - self.room.free_pages[-1] for _, free in self.ends]
-        unknown = MOST_ENDS - len(self.ends)  # behind the last end
-        loads.ends[..., slot] = times + times[-1:] * unknown, freed + freed[-1:] * unknown
+        loads.ends[..., slot] = 0.0
+        for place, ends in enumerate(self.ends):
+            if ends:  # not the usual case
+                times = [at for at, _ in ends]
+                freed = [free - self.room.free_pages[-1] for _, free in ends]
+                unknown = MOST_ENDS - len(ends)  # behind the last end
+                loads.ends[place, ..., slot] = times + times[-1:] * unknown, freed + freed[-1:] * unknown
 
 
 @dataclass(slots=True)
@@ -223,7 +228,8 @@ class Loads(ReplicaFigures[StepCosts, Floats, Floats]):
 
     columns: Floats  # [column, slot]: all arrays above, in the order of `ReplicaFigures`
     groups: Floats  # [REPORTED or BOOKED, 0 count or 1 seconds, priority, position, slot]: waiting prompts by length
-    ends: Floats  # [0 seconds since the last report or 1 free pages beyond `free_pages` then, place, slot]: of requests
+    ends: Floats  # of requests, [BEHIND or FIRST, 0 seconds since the last report or 1 free pages beyond `free_pages`
+    # then, place, slot]
     lacking: Floats  # [0 pages or 1 seconds waited until the last report, place, slot]: of requests without room
 
     def at(self, slots: Slots) -> "Loads":
@@ -273,7 +279,7 @@ def blank(num_slots: int, classes: Sequence[SloClass]) -> Loads:
     num_classes = max(len(classes), 1)
     columns = np.zeros((len(_COEFFICIENTS) + _NUM_SINGLE + _NUM_BY_CLASS * num_classes, num_slots))
     groups = np.zeros((2, 2, num_classes, NUM_GROUPS, num_slots))
-    ends = np.zeros((2, MOST_ENDS, num_slots))
+    ends = np.zeros((2, 2, MOST_ENDS, num_slots))
     loads = _of(classes, columns, groups, ends, np.zeros((2, MOST_ENDS, num_slots)))
     shares = loads.shares.now, loads.shares.own, loads.lent.share
     for divisor in (loads.pages.size, loads.pages.bytes_per_second, *shares, *loads.pipeline[:2]):

@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from crossdock.router.loads import ReplicaFigures, Slots, lateness
+from crossdock.router.loads import BEHIND, FIRST, ReplicaFigures, Slots, lateness
 from crossdock.router.query import Query
 from crossdock.workers.report.live_profile import MEMORY_S, MOST_ENDS
 from crossdock.workers.schedule.cost.formula import Figure, Floats
@@ -59,7 +59,8 @@ class PromptPrediction(Generic[Figure]):
     chunk: Figure  # no seconds: tokens of the prompt that a step holds, if the replica has nothing else to do
     prompt_share: Figure  # no seconds: share of the replica's time that the prompt gets
     prompt_lateness: Figure  # by which the prompt makes running streams late, weighted by class
-    delays: Figure  # by which it delays the first tokens of longer prompts of its class, of all together
+    delays: Figure  # by which it delays the first tokens of longer prompts of its class, and of prompts whose pages it
+    # takes, of all together
     room_wait: Figure  # until a place and pages are free for the request
 
     def improve(self, other: "PromptPrediction[Figure]", slots: Slots, is_better: NDArray[np.bool_]) -> None:
@@ -114,8 +115,8 @@ def predict_prompt(
     `cached`: tokens of the prompt that each replica has in its cache: pictures before their end are not encoded. `age`:
     seconds since each replica last reported something new, which grows without bound while a replica has nothing to do.
     `held`: of the cached tokens, those whose pages other requests hold: the others need room, also in the pool; None:
-    the prompt has room at every replica. `fair`: of `own` and `done` seconds, what goes before the prompt where tenants
-    have shares, see tenants.py; None: they have none.
+    the prompt has room at every replica, and none waits for pages. `fair`: of `own` and `done` seconds, what goes
+    before the prompt where tenants have shares, see tenants.py; None: they have none.
 
     Over a row, `cached` and `age` are floats, and there are no pictures, no `held` and no `fair`.
     """
@@ -140,7 +141,10 @@ def predict_prompt(
     ahead, delays = _backlog_ahead(loads, priority, age, step_left, own, fair)
     behind = ahead + own
     output = query.expected_output
-    room_wait = nothing_like(rest) if held is None else _room_wait(loads, priority, num_tokens - held + output, age)
+    room_wait = page_delays = nothing_like(rest)
+    if held is not None:
+        room_wait = _room_wait(loads, priority, num_tokens - held + output, own, age)
+        page_delays = _page_delays(loads, priority, num_tokens - held + output, own, age)
     # More urgent prompts that come later go first. And the longer this prompt takes, the likelier it is that as many
     # streams will run meanwhile as did recently.
     excess = loads.shares.recent_excess * np.exp(age / -MEMORY_S) * (behind / (behind + RECENT_SHARE_BACKLOG_S))
@@ -157,7 +161,7 @@ def predict_prompt(
         chunk=chunk,
         prompt_share=1 / pace,
         prompt_lateness=prompt_lateness,
-        delays=delays * pace,
+        delays=delays * pace + page_delays,
         room_wait=room_wait,
     )
 
@@ -225,9 +229,9 @@ def lacks_room(loads: Figures[Figure], priority: int, tokens: Figure | float, ag
     return (tokens > loads.room.longest_now[priority]) | (age >= loads.room.taken_at)
 
 
-def _room_wait(loads: Any, priority: int, rest: Any, age: Any) -> Any:
+def _room_wait(loads: Any, priority: int, rest: Any, own: Any, age: Any) -> Any:
     """Return the seconds until enough requests have ended for a place and for the pages of `rest` tokens, which no
-    request that waits has taken.
+    request that waits has taken. A prompt of `own` seconds takes pages before longer ones that wait.
 
     Requests that come later and need less pass. So it is not less than requests have waited already that need no more:
     where more comes than ends, that is all that is known."""
@@ -235,20 +239,48 @@ def _room_wait(loads: Any, priority: int, rest: Any, age: Any) -> Any:
     if not lacks.any():
         return np.zeros(len(rest))
     pages = _pages(loads, rest)
-    missing = np.maximum(pages - loads.room.free_pages[priority], 0.0)
-    places = np.arange(1, MOST_ENDS + 1)[:, None]
-    seconds, freed = loads.ends
-    until = np.concatenate([seconds[1:], np.full((1, len(rest)), inf)])  # the next end
-    enough = (freed >= missing) & (places >= np.minimum(1 - loads.room.free_slots[priority], MOST_ENDS)) & (until > age)
-    at = np.where(enough.any(axis=0), enough.argmax(axis=0), MOST_ENDS - 1)
-    slots = np.arange(len(rest))
-    most = np.maximum(freed.max(axis=0), 1.0)
-    # Each further `most` pages take the same time again.
-    later = np.maximum(np.ceil(missing / most), 1.0)
+    is_first = _goes_first(loads, own, age)
+    ends = np.where(is_first, loads.ends[FIRST], loads.ends[BEHIND])
     needs, waited = loads.lacking
-    passed = np.where(needs <= pages, waited, 0.0).max(axis=0)
-    wait: Floats = np.where(lacks, np.maximum(seconds[at, slots] * later - age, passed), 0.0)
+    passed = np.where((needs <= pages) & ~is_first, waited, 0.0).max(axis=0)
+    until_free = _until_free(
+        loads, ends, pages - loads.room.free_pages[priority], 1 - loads.room.free_slots[priority], age
+    )
+    wait: Floats = np.where(lacks, np.maximum(until_free - age, passed), 0.0)
     return wait
+
+
+def _goes_first(loads: Any, own: Any, age: Any) -> Any:
+    """Return whether a prompt of `own` seconds gets pages before all prompts that wait for some at each replica."""
+    return (own < loads.room.shortest_lacking) & (age < loads.room.taken_at)
+
+
+def _page_delays(loads: Any, priority: int, rest: Any, own: Any, age: Any) -> Any:
+    """Return the seconds by which prompts that wait for pages get them later, of all together, where the pages of
+    `rest` tokens are taken before: by a prompt that has room now, or that is shorter."""
+    if not loads.room.num_lacking.any():
+        return np.zeros(len(rest))
+    missing = loads.room.pages_lacking - loads.room.free_pages[priority]
+    with_rest = missing + _pages(loads, rest)
+    now, then = [_until_free(loads, loads.ends[FIRST], each, 1.0, age) for each in (missing, with_rest)]
+    takes = _goes_first(loads, own, age) | ~lacks_room(loads, priority, rest, age)
+    delays: Floats = np.where(takes, loads.room.num_lacking * (then - now), 0.0)
+    return delays
+
+
+def _until_free(loads: Any, ends: Any, missing: Any, num_ends: Any, age: Any) -> Any:
+    """Return the seconds from the last report until so many requests have ended that `missing` pages more are free.
+
+    `ends`: as in `Loads`, BEHIND or FIRST. `num_ends`: at least so many."""
+    seconds, freed = ends
+    missing = np.maximum(missing, 0.0)
+    places = np.arange(1, MOST_ENDS + 1)[:, None]
+    until = np.concatenate([seconds[1:], np.full((1, len(missing)), inf)])  # the next end
+    enough = (freed >= missing) & (places >= np.minimum(num_ends, MOST_ENDS)) & (until > age)
+    at = np.where(enough.any(axis=0), enough.argmax(axis=0), MOST_ENDS - 1)
+    # Each further `most` pages take the same time again.
+    most = np.maximum(freed.max(axis=0), 1.0)
+    return seconds[at, np.arange(len(missing))] * np.maximum(np.ceil(missing / most), 1.0)
 
 
 def _evicted_seconds(loads: Figures[Figure], tokens: int, cached: Figure) -> Figure:

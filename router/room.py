@@ -6,10 +6,11 @@ from heapq import heapify, heappop, heappush
 
 from crossdock.router.loads import NO_LIMIT, RoomFigures
 from crossdock.router.work import InFlightLoad, Work
-from crossdock.workers.report.live_profile import MOST_ENDS, LiveProfile
+from crossdock.workers.report.live_profile import MOST_ENDS, LiveProfile, WaitingRequest
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.policies.chunking import LEAST_SHARE
 
+_NONE_LACKING = WaitingRequest(0, NO_LIMIT, 0)
 _LEAST_GAP_S = 1e-9  # a cost may have no base, and an idle replica no stream
 
 
@@ -20,10 +21,11 @@ def room_of(
     work: Work,
     gap: float,
     share: float,
-) -> tuple[RoomFigures[float, Sequence[float]], list[tuple[float, float]]]:
+) -> tuple[RoomFigures[float, Sequence[float]], Sequence[Sequence[tuple[float, float]]]]:
     """Return the room that in-flight loads leave to each class, and the pages that ends of requests will free.
 
-    The second is the result of `free_later`. It is empty where a prompt of any length has room and no prompt waits."""
+    The second has two results of `free_later`: behind the prompts that wait for pages, and before them. Both are empty
+    where a prompt of any length has room and no prompt waits."""
     num_classes = len(work.streams)
     pages = _padded(live.room.free_pages, profile.num_pages, num_classes)
     now = _padded(live.room.pages_now or live.room.free_pages, profile.num_pages, num_classes)
@@ -34,17 +36,22 @@ def room_of(
     most = profile.needs.longest_prompt
     longest = [most(free) if slot >= 1 else -1.0 for free, slot in zip(now, slots, strict=True)]
     has_room = min(longest) >= profile.max_model_len and not live.room.lacking
-    ends = [] if has_room else free_later(live, booked, before, gap, share)
+    behind = [] if has_room else free_later(live, live.room.lacking, booked, before, gap, share)
+    first = free_later(live, (), booked, before, gap, share) if live.room.lacking else behind
     booked_pages = sum(work.booked_needs)
+    shortest = min(live.room.lacking, key=lambda each: each.seconds, default=_NONE_LACKING)
     figures = RoomFigures(
-        min([at for at, free in ends if free < now[-1]], default=NO_LIMIT),
+        min([at for at, free in behind if free < now[-1]], default=NO_LIMIT),
+        len(live.room.lacking),
+        shortest.seconds,
+        shortest.pages,
         live.room.empty_pages - (booked_pages - work.booked_idle_pages),
         live.room.eviction_seconds,
         [free - booked_pages for free in pages],
         slots,
         longest,
     )
-    return figures, ends
+    return figures, (behind, first)
 
 
 def _padded(reported: Sequence[float], default: float, num_classes: int) -> list[float]:
@@ -53,23 +60,29 @@ def _padded(reported: Sequence[float], default: float, num_classes: int) -> list
 
 
 def free_later(
-    live: LiveProfile, booked: Collection[InFlightLoad], free: float, gap: float, share: float
+    live: LiveProfile,
+    lacking: Sequence[WaitingRequest],
+    booked: Collection[InFlightLoad],
+    free: float,
+    gap: float,
+    share: float,
 ) -> list[tuple[float, float]]:
     """Return, for the ends of requests, the seconds from the last report until then, and the free pages at that time.
 
     A request that waits for pages starts at the first end after which its pages are free; one that needs fewer passes.
-    No request passes one whose prompt another replica computes, which takes no seconds here.
+    The shortest prompt comes first. One that another replica computes takes no seconds here: no request passes it.
     Beside the chunks of prompts that have started, which get `share` of the time, a token takes longer than `gap`. When
     these are computed, further ones are expected to take as much of the time as prompts took recently.
 
     Args:
+        lacking: the requests of `live` that wait for pages, and get them.
         booked: what `live` does not include.
         free: pages at the time of the report.
         gap: seconds of a token, with no prompt beside.
     """
-    waiting = [each[:3] for each in live.room.lacking]
+    waiting = [each[:3] for each in lacking]
     waiting += [(each.pages, each.seconds, each.query.expected_output) for each in booked if not each.has_first]
-    waiting.sort(key=lambda each: each[1] > 0)  # prompts that other replicas compute come first
+    waiting.sort(key=lambda each: each[1])
     streams = [(each.query.expected_output, each.pages) for each in booked if each.has_first and each.decodes]
     ends: list[tuple[float, int]] = [*live.room.ends, *streams]
     heapify(ends)

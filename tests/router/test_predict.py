@@ -418,6 +418,34 @@ def test_prompt_that_needs_more_pages_than_waiting_ones_leave_waits_for_their_en
     )
 
 
+@pytest.mark.parametrize("num_tokens", [500, 900])
+def test_prompt_gets_pages_before_longer_ones_that_wait_and_after_shorter_ones(num_tokens: int) -> None:
+    """A stream of 1,000 tokens frees pages for the prompt, or for the one of 800 that waits for pages: not for both."""
+    replica = Replica(profile(num_pages=80, max_model_len=1200))
+    fleet = fleet_of({"a": replica.profile})
+    replica.add("stream", [1] * 1000, max_tokens=40)
+    replica.step_until_token("stream")
+    replica.add("waits", [2] * 800, max_tokens=40)
+    replica.report(fleet, "a", replica.now)
+    asked = query("new", num_tokens, max_tokens=40)
+    predicted, began = predicted_ttft(fleet, asked, replica.now), replica.now
+    replica.add("new", [3] * num_tokens, max_tokens=40)
+    replica.step_until_token("new")
+    assert predicted == pytest.approx(replica.now - began, rel=0.15)
+
+
+def test_pages_that_a_prompt_takes_from_one_that_waits_count_as_that_ones_delay() -> None:
+    fleet = fleet_of({"a": profile(), "b": profile()})
+    pages = {"free_pages": (-170,) * 3, "pages_now": (50,) * 3}
+    full = live(2, streams=(0, 1, 0), context_tokens=4000, ends=((100, 250), (200, 40)), **pages)
+    fleet.hear("b", live(2, streams=(0, 1, 0), context_tokens=6000), 0.0)
+    fleet.hear("a", changed(full, lacking=((290, 0.15, 50),)), 0.0)  # pages, seconds, tokens of output
+    chosen = fleet.choose(query("new", 500), 0.0)  # 40 pages, of 300 that are free after 100 tokens
+    sooner = fleet.choose(query("new", 500), 0.0, exclude=["b"])
+    assert sooner.predicted_ttft < chosen.predicted_ttft, "it has room there now"
+    assert chosen.decode == "b", "at the other replica, one that waits would wait for 100 tokens more"
+
+
 def test_prompt_without_room_waits_at_least_as_long_as_those_have_that_need_no_more() -> None:
     fleet = fleet_of({"a": profile()})
     full = live(2, streams=(0, 1, 0), context_tokens=4000, ends=((1, 250),), free_pages=(-300,) * 3, pages_now=(0,) * 3)
