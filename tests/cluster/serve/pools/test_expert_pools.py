@@ -38,7 +38,7 @@ def test_start_without_a_word_on_experts_says_both_ways_and_serves_by_one(
     oracle = write_experts(tmp_path, CASES["awq"], **SIZES).eval()
     tokenizers["byte_level"].save_pretrained(tmp_path / "plain")
     with pools.deployment(tmp_path / "plain", ({"name": "mixed", "tensor_parallel_size": 2},), {}) as url:
-        replicas = httpx.get(f"{url}/v1/replicas", timeout=60).raise_for_status().json()["data"]
+        replicas = httpx.get(f"{url}/v1/replicas", timeout=240).raise_for_status().json()["data"]
         lines = [line for line in summary(replicas) if line.startswith("Experts: ")]
         assert [line.split()[1] for line in lines] == ["slices:", "whole:"]
         assert all(" MiB a rank; predicted " in line for line in lines)
