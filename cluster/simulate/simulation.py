@@ -164,10 +164,8 @@ class Simulation:
 
     def _is_up(self, model: str) -> bool:
         """Return whether a model that may be without replicas has one of each role; others always count as up."""
-        if self._scaler is None:
-            return True
-        pools = [pool for pool in self.fleet.pools if pool.model == model]
-        if any(pool.replicas for pool in pools):
+        pools = [pool for pool in self.fleet.pools if pool.model == model] if self._scaler is not None else ()
+        if not pools or any(pool.replicas for pool in pools):
             return True
         roles = {each.pool.role for each in self.replicas.values() if each.pool.model == model and each.takes_requests}
         return roles == {pool.role for pool in pools}
