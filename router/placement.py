@@ -155,10 +155,8 @@ def check_promise(
     slot = chosen.prefill
     if not query.may_refuse or not loads.refuses_late[slot]:
         return
-    if slot == chosen.decode:  # the usual case is that this one keeps the promise: the others need not be looked at
-        ttft = max(prediction.admission_ttft[slot], prediction.room_wait[slot])
-        if ttft <= slo.ttft_deadline(float(prediction.alone[slot])):
-            return
+    if slot == chosen.decode and _late_s(prediction, slo, slot, prediction.room_wait[slot]) <= 0:
+        return  # the usual case: the other replicas need not be looked at
     late = late_refusal_s(loads, prediction, slo, candidates)
     first = candidates.first
     at = int(late.argmin())
@@ -274,5 +272,11 @@ def late_refusal_s(loads: Loads, prediction: Prediction[Floats], slo: SloClass, 
     room = prediction.room_wait[first]
     if len(candidates.prefills) and len(candidates.decodes):  # a pair waits for room of its decode replica
         room[len(candidates.alone) :] = prediction.room_wait[candidates.decodes].min()
-    late = np.maximum(prediction.admission_ttft[first], room) - np.maximum(slo.ttft_s, 2 * prediction.alone[first])
-    return np.where(loads.refuses_late[first] > 0, late, -inf)
+    return np.where(loads.refuses_late[first] > 0, _late_s(prediction, slo, first, room), -inf)
+
+
+def _late_s(prediction: Prediction[Floats], slo: SloClass, slots: Slots | int, room: Floats) -> Floats:
+    """Return by how many seconds first tokens made in `slots` are expected to be late. `room`: seconds until there is
+    some."""
+    late: Floats = np.maximum(prediction.admission_ttft[slots], room)
+    return late - np.maximum(slo.ttft_s, 2 * prediction.alone[slots])

@@ -142,9 +142,12 @@ def predict_prompt(
     behind = ahead + own
     output = query.expected_output
     room_wait = page_delays = nothing_like(rest)
+    not_before = step_left
     if held is not None:
-        room_wait = _room_wait(loads, priority, num_tokens - held + output, own, age)
-        page_delays = _page_delays(loads, priority, num_tokens - held + output, own, age)
+        needed = num_tokens - held + output
+        room_wait = _room_wait(loads, priority, needed, own, age)
+        page_delays = _page_delays(loads, priority, needed, own, age)
+        not_before = larger(step_left, room_wait)
     # More urgent prompts that come later go first. And the longer this prompt takes, the likelier it is that as many
     # streams will run meanwhile as did recently.
     excess = loads.shares.recent_excess * np.exp(age / -MEMORY_S) * (behind / (behind + RECENT_SHARE_BACKLOG_S))
@@ -152,7 +155,6 @@ def predict_prompt(
     lent = Lent(loads.lent.share, loads.lent.seconds * loads.shares.delays_streams[priority])
     pace = pace_of(share, lent, behind, larger)
     known_pace = pace_of(loads.shares.now[priority], lent, behind, larger)
-    not_before = step_left if held is None else larger(step_left, room_wait)
     return PromptPrediction(
         prefill=own,
         alone=own + drain,

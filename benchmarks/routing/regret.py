@@ -67,7 +67,7 @@ class Decision:
 
 
 def whole(way: Way) -> float:
-    """Return the cost of a choice, for its request, for those that wait with it and for those to come."""
+    """Return the whole cost of a choice: to its own request, to requests that wait, and to requests that come later."""
     return way.true + way.work + way.others
 
 

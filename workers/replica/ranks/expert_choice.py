@@ -49,7 +49,7 @@ def with_experts_divided(spec: ReplicaSpec) -> tuple[ReplicaSpec, list[str]]:
         return _chosen(spec, False, [])
     device = device_of(spec)
     config = read_config(resolve_model(spec.model.path))
-    if next((name for name in CHOSEN_EXPERTS if getattr(text_config(config), name, None)), None) is None:
+    if not _experts_of_a_token(config):
         return _chosen(spec, False, [])
     try:
         whole = division_of(spec, config, device, is_whole=True)
@@ -133,7 +133,7 @@ def sizes_of(config: Any, whole: Division) -> ExpertSizes:
     return ExpertSizes(
         layers=len(whole.experts),
         count=whole.num_experts,
-        chosen=next(value for name in CHOSEN_EXPERTS if (value := getattr(decoder, name, None))),
+        chosen=_experts_of_a_token(config),
         inner=next(getattr(whole.experts[0], name) for name in _INNER if hasattr(whole.experts[0], name)),
         numbers=numbers / held,
         num_bytes=num_bytes / held,
@@ -145,6 +145,12 @@ def sizes_of(config: Any, whole: Division) -> ExpertSizes:
         + (whole.bytes_of(head) if is_counted_once else 0),
         head_numbers=num_logits,
     )
+
+
+def _experts_of_a_token(config: Any) -> int:
+    """Return how many experts of a layer a token is sent to; 0: there are none."""
+    decoder = text_config(config)
+    return next((found for name in CHOSEN_EXPERTS if (found := getattr(decoder, name, None))), 0)
 
 
 _INNER = ("intermediate_dim", "intermediate_size")
