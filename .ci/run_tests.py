@@ -1,11 +1,13 @@
 """Run the tests in three lanes, print what each file took, and name a file that grew past its recorded share.
 
 Usage: python .ci/run_tests.py [--record | --pure | pytest's arguments ...]
-Without arguments: all tests, after the files that they need once (tests/first_files.py). The other files, in groups of
-about four minutes, stand in one list: first those that share a Ray, then those that wait more, last those that mostly
-compute. One lane takes groups from its head and one from its end, so that both end together. A third lane runs beside
-them the files whose processes compute for less than WAITING of their time: two lanes alone leave a core without work.
-More lanes are no faster: what a test waits for computes, too (four lanes on two cores came to a load of 34).
+Without arguments: all tests, after the files that they need once (tests/first_files.py). The other files stand in one
+list: first those that wait more, last those that mostly compute. One lane runs the files that share a Ray, and then
+takes groups of files from the head of the list; one takes groups from its end. A group has about four minutes, and at
+most a quarter of what is left, so that both lanes end together also where the record is wrong for this machine. A third
+lane runs beside them the files whose processes compute for less than WAITING of their time: two lanes alone leave a
+core without work. More lanes are no faster: what a test waits for computes, too (four lanes on two cores came to a load
+of 34).
 Each group is a process of its own: what its files load goes with it. It is forked from a process that has imported
 torch and transformers, which takes a core 8 s. --record writes tests/seconds.tsv. --pure runs the tests of PURE, in a
 process without torch.
@@ -35,10 +37,9 @@ import sys
 import tempfile
 import threading
 import time
-from bisect import bisect
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from itertools import accumulate
+from functools import partial
 from multiprocessing import connection, forkserver, resource_tracker, util
 from pathlib import Path
 from typing import NamedTuple
@@ -48,7 +49,7 @@ import psutil
 ROOT = Path(__file__).resolve().parents[1]
 RECORD = ROOT / "tests" / "seconds.tsv"
 GROUP_S = 240.0
-MEETING_S = 40.0  # a group where the lanes meet
+LEAST_S = 20.0  # a group where the lanes meet: to start one takes a slow core 3 s
 WAITING = 0.6  # CPU seconds of a wall second, of a file that mostly waits
 _HELPERS_S = 5.0
 PURE = (
@@ -109,18 +110,27 @@ def waiting(files: Iterable[str], record: dict[str, Seconds]) -> list[str]:
     return sorted(file for file in files if file in record and record[file].cpu < WAITING * record[file].wall)
 
 
-def groups(files: Iterable[str], record: dict[str, Seconds], together: Iterable[str] = ()) -> deque[list[str]]:
-    """Cut the files, in order of their paths, into groups of about GROUP_S. The group that waits most comes first.
-
-    `together`: files of one more group, before all: those with a Ray, which is started once for them.
-    The group in which the two lanes meet is cut into small ones, so that no lane ends long before the other.
-    """
+def in_order(files: Iterable[str], record: dict[str, Seconds]) -> deque[str]:
+    """Return the files in groups by their paths, of about GROUP_S; the group that waits most comes first."""
     made = sorted(_cut(sorted(files), record, GROUP_S), key=lambda group: _computing(group, record))
-    made[:0] = [together] if (together := sorted(together)) else []
-    walls = [sum(_wall(file, record) for file in group) for group in made]
-    meet = bisect(list(accumulate(walls)), sum(walls) / 2)
-    made[meet : meet + 1] = [small for group in made[meet : meet + 1] for small in _cut(group, record, MEETING_S)]
-    return deque(made)
+    return deque(file for group in made for file in group)
+
+
+def take(left: deque[str], record: dict[str, Seconds], *, from_end: bool) -> list[str]:
+    """Take a group of files from one end of a list. IndexError: no file is left.
+
+    By the record a group takes GROUP_S, and at most a quarter of what is left, or LEAST_S. So lanes end together, also
+    where the files of one take longer than recorded. Groups that were made before the run let one lane end after 33.5
+    minutes, and the other after 41.2 (2 cores of a Zen 3, 2026-11-30).
+    """
+    seconds = max(LEAST_S, min(GROUP_S, sum(_wall(file, record) for file in left) / 4))
+    next_file = left.pop if from_end else left.popleft
+    group = [next_file()]
+    filled = _wall(group[0], record)
+    while left and filled + _wall(left[-1 if from_end else 0], record) / 2 <= seconds:
+        group.append(next_file())
+        filled += _wall(group[-1], record)
+    return sorted(group)
 
 
 def _cut(files: list[str], record: dict[str, Seconds], seconds: float) -> list[list[str]]:
@@ -317,12 +327,17 @@ def run_all(run: Run) -> None:
     record = read_seconds(RECORD)
     with_ray = {file for file in tests if "ray_cluster" in (ROOT / file).read_text()}
     beside = waiting(tests - with_ray, record)
-    left = groups(tests - with_ray - {*beside}, record, with_ray)
-    lanes = [
-        threading.Thread(target=run.lane, args=("waits   ", deque([beside] if beside else []).pop)),
-        threading.Thread(target=run.lane, args=("serves  ", left.popleft)),
-        threading.Thread(target=run.lane, args=("computes", left.pop)),
-    ]
+    left = in_order(tests - with_ray - {*beside}, record)
+    own = {"waits   ": [beside] if beside else [], "serves  ": [sorted(with_ray)] if with_ray else [], "computes": []}
+    taking = threading.Lock()
+
+    def take_for(name: str) -> list[str]:
+        if own[name] or name == "waits   ":
+            return own[name].pop()
+        with taking:
+            return take(left, record, from_end=name == "computes")
+
+    lanes = [threading.Thread(target=run.lane, args=(name, partial(take_for, name))) for name in own]
     for lane in lanes:
         lane.start()
     for lane in lanes:

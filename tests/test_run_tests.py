@@ -34,26 +34,32 @@ def test_groups_hold_every_file_once_and_those_that_wait_come_first(runner: Modu
     record = {f"tests/a/{i}": runner.Seconds(each, 1.0) for i in range(4)}
     record |= {f"tests/b/{i}": runner.Seconds(each, each - 1.0) for i in range(4)}
     record["tests/0/instant"] = runner.Seconds(0.0, 0.0)
-    record["tests/a/end of Ray"] = runner.Seconds(1.0, 900.0)
+    record["tests/a/end of all"] = runner.Seconds(1.0, 900.0)
     files = [*record, "tests/c/new"]
-    groups = runner.groups(files, record, together={"tests/d/Ray", "tests/a/Ray"})
-    assert groups.popleft() == ["tests/a/Ray", "tests/d/Ray"]
-    assert sorted(file for group in groups for file in group) == sorted(files)
-    assert len(groups) > 3
-    assert groups[0][-1].startswith("tests/a")
-    assert groups[-1][0].startswith("tests/b")
-    assert all(sum(record[file].wall for file in group if file in record) < 1.25 * runner.GROUP_S for group in groups)
+    left = runner.in_order(files, record)
+    assert sorted(left) == sorted(files)
     assert runner.waiting(files, record) == [f"tests/a/{i}" for i in range(4)]
+    groups = [runner.take(left, record, from_end=from_end) for from_end in (False, True)]
+    assert groups[0][-1].startswith("tests/a")
+    assert groups[1][0].startswith("tests/b")
+    while left:
+        groups.append(runner.take(left, record, from_end=False))
+    assert sorted(file for group in groups for file in group) == sorted(files)
+    assert all(sum(record[file].wall for file in group if file in record) < 1.25 * runner.GROUP_S for group in groups)
+    with pytest.raises(IndexError):
+        runner.take(left, record, from_end=True)
 
 
+@pytest.mark.parametrize("slowness", [1.0, 3.0], ids=["as recorded", "files that compute take three times as long"])
 @pytest.mark.parametrize("number", [1, 7, 100, 101, 115])
-def test_lanes_that_take_groups_from_both_ends_end_together(runner: ModuleType, number: int) -> None:
+def test_lanes_that_take_groups_from_both_ends_end_together(runner: ModuleType, number: int, slowness: float) -> None:
     record = {f"tests/{i:03}": runner.Seconds(12.0, i / 10) for i in range(number)}
-    groups, ends = runner.groups(record, record), [0.0, 0.0]
-    while groups:
+    left, ends = runner.in_order(record, record), [0.0, 0.0]
+    while left:
         lane = ends.index(min(ends))
-        ends[lane] += sum(record[file].wall for file in (groups.pop if lane else groups.popleft)())
-    assert max(ends) - min(ends) <= 1.5 * runner.MEETING_S
+        group = runner.take(left, record, from_end=bool(lane))
+        ends[lane] += sum(record[file].wall * (slowness if record[file].cpu > 6 else 1.0) for file in group)
+    assert max(ends) - min(ends) <= 1.5 * slowness * runner.LEAST_S
 
 
 @pytest.mark.parametrize(
