@@ -213,6 +213,7 @@ def start_ray(config: ClusterConfig) -> None:
     if ray.is_initialized():
         return
     if joins:
+        shared_cluster.ask_once()
         # Else this process would show the logs of all applications of the cluster.
         ray.init(log_to_driver=False, configure_logging=False)
         return

@@ -12,7 +12,9 @@ from collections.abc import Mapping
 from typing import Any
 
 import ray
+from ray._private.services import canonicalize_bootstrap_address
 from ray._private.state import available_resources_per_node, state
+from ray._raylet import GcsClient  # type: ignore[attr-defined]  # of a compiled module
 from ray.autoscaler.v2.sdk import get_cluster_status
 from ray.exceptions import RayTaskError
 from ray.serve._private.client import ServeControllerClient
@@ -63,6 +65,19 @@ def _client() -> ServeControllerClient:
     client = _get_global_client()
     assert client is not None  # else the call has raised
     return client
+
+
+def ask_once() -> None:
+    """Ask the cluster that RAY_ADDRESS names whether it can be joined.
+
+    `ray.init` asks 20 times, also a cluster that refuses the token at once, and where nothing answers, which each time
+    takes 40 s to find out.
+
+    Raises:
+        ray.exceptions.RayError: the cluster refuses the token, or does not answer.
+    """
+    if "://" not in os.environ["RAY_ADDRESS"]:  # else it names a server of Ray Client
+        GcsClient(address=canonicalize_bootstrap_address(None))
 
 
 def join_failure(error: BaseException) -> str:

@@ -96,6 +96,7 @@ def test_start_without_the_token_says_what_to_set(
     _, _, error = log.read_text().partition("error: ")
     assert "the cluster asks for a token: set RAY_AUTH_MODE=token, and put the cluster's token into" in error
     assert "Traceback" not in log.read_text()
+    assert log.read_text().count("Failed to get cluster ID") == 1, "Ray's own line, one for each time it asks"
 
 
 def test_applications_of_ours_answer_side_by_side_below_their_routes(

@@ -4,11 +4,13 @@ import os
 from typing import Any
 
 import pytest
+import ray
+from ray.exceptions import AuthenticationError, RayError, RpcError
 from ray.serve.config import HTTPOptions
 from ray.serve.schema import APIType, ApplicationStatus, ProxyLocation, ProxyStatus
 
 from crossdock.cluster.config_file import load
-from crossdock.cluster.serve import shared_cluster
+from crossdock.cluster.serve import lifetime, shared_cluster
 from crossdock.cluster.serve.address import Address
 from crossdock.cluster.serve.shared_cluster import join_failure, listening_nodes, require_room, with_proxies
 
@@ -120,6 +122,27 @@ def test_failed_join_for_lack_of_a_token_says_what_to_set(
     assert join_failure(error) == f"RAY_ADDRESS=10.0.0.1:6379: the cluster cannot be joined: {error}"
     error.__cause__ = RuntimeError("AuthenticationError: RPC error: InvalidAuthToken: Authentication token is missing")
     assert message in join_failure(error)
+
+
+@pytest.mark.parametrize(
+    "error", [AuthenticationError("wrong token"), RpcError("no answer")], ids=["refuses", "silent"]
+)
+def test_cluster_that_cannot_be_joined_is_asked_once(monkeypatch: pytest.MonkeyPatch, error: RayError) -> None:
+    asked = []
+
+    def refuse(address: str) -> None:
+        asked.append(address)
+        raise error
+
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    monkeypatch.setattr(lifetime, "ENVIRONMENT", {})
+    monkeypatch.setattr(shared_cluster, "GcsClient", refuse)
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    monkeypatch.setattr(ray, "init", lambda **_: pytest.fail("ray.init asks 20 times"))
+    with pytest.raises(RayError) as raised:
+        lifetime.start_ray(load(None, {}))
+    assert raised.value is error
+    assert asked == ["10.0.0.1:6379"]
 
 
 def test_version_of_an_ingress_names_the_job_that_deployed_it(
