@@ -33,7 +33,8 @@ def eventually(holds: Callable[[], T], what: Callable[[], object] | str = "", se
 
 async def until(holds: Callable[[], bool | Awaitable[bool]], seconds: float = PATIENCE_S) -> None:
     """Do the same among the tasks of an event loop. `holds` may return an awaitable."""
-    deadline = time.monotonic() + seconds
+    began = time.monotonic()
     while not (await found if isinstance(found := holds(), Awaitable) else found):
-        assert time.monotonic() < deadline, "the condition never held"
-        await asyncio.sleep(_PAUSE_S / 10)
+        waited = time.monotonic() - began
+        assert waited < seconds, "the condition never held"
+        await asyncio.sleep(min(_PAUSE_S / 10 + _SHARE * waited, _LONGEST_PAUSE_S))
