@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import psutil
 import pytest
@@ -85,6 +86,7 @@ def model_dir() -> Path:
 def ray_cluster() -> Iterator[None]:
     """A light Ray, with Serve's own start left to the tests. Asserts at the end that nothing outlives it."""
     import ray
+    from ray.serve._private import client
 
     from crossdock.cluster.serve.own_ray.ray_processes import without_unused_processes
     from tests.forked_workers import forked_workers
@@ -92,7 +94,8 @@ def ray_cluster() -> Iterator[None]:
     temp_dir = tempfile.mkdtemp(prefix="cd-ray-", dir="/tmp")  # short: unix socket paths end at 107 bytes
     limits.FOLDERS.append(temp_dir)
     shared_memory = _shared_memory()
-    with forked_workers(Path(temp_dir)) as forking:
+    looks_often = patch.object(client, "CLIENT_POLLING_INTERVAL_S", 0.1)  # `serve.run` looks once a second
+    with forked_workers(Path(temp_dir)) as forking, looks_often:
         with without_unused_processes():
             ray.init(
                 address="local",
