@@ -92,28 +92,31 @@ def reach(table: RequestTable, request: Request, num_tokens: int) -> bool:
     if request.status is not Status.RUNNING:
         return False
     pages = table.pages
-    while num_tokens > pages.num_tokens_held(request.owner):
-        held = [len(pages.pages_of(request.owner, group)) * pages.page_size for group in range(pages.num_groups)]
-        short = [group for group, most in enumerate(held) if num_tokens > most]
+    while short := pages.groups_short_of(request.owner, num_tokens):
         if pages.block_pool.num_available >= len(short):
             for group in short:
                 pages.allocate(request.owner, 1, group)
             break
-        if table.assumed_ended:
-            table.needs_preemption = True
-            return False
-        victims = [other for other in table.running if not table.keeps_pages(other)]
-        if not table.num_returning_pages() and (transfers := _returnable(table, request.priority)):
-            table.give_back(first_victim(transfers, table.tenants))
-        if table.num_returning_pages():
-            victims = [other for other in victims if other.priority > request.priority]
-            if not victims:
-                return False
-        victim = first_victim(victims, table.tenants)
-        _preempt(table, victim)
-        if victim is request:
+        if not _preempt_for(table, request):
             return False
     return True
+
+
+def _preempt_for(table: RequestTable, request: Request) -> bool:
+    """Preempt a request for the sake of a stream's page; False if the stream must wait, or was itself preempted."""
+    if table.assumed_ended:
+        table.needs_preemption = True
+        return False
+    victims = [other for other in table.running if not table.keeps_pages(other)]
+    if not table.num_returning_pages() and (transfers := _returnable(table, request.priority)):
+        table.give_back(first_victim(transfers, table.tenants))
+    if table.num_returning_pages():
+        victims = [other for other in victims if other.priority > request.priority]
+        if not victims:
+            return False
+    victim = first_victim(victims, table.tenants)
+    _preempt(table, victim)
+    return victim is not request
 
 
 def index_full_pages(table: RequestTable, request: Request, start: int) -> None:

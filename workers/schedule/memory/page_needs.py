@@ -89,6 +89,8 @@ class PageNeeds:
     def to_start(self, num_tokens: int, hit: PrefixHit) -> list[int]:
         """Return, per layer group, the pages to reserve before a prompt starts, without its cached pages."""
         missing = self.pages(num_tokens) - hit.num_pages
+        if not any(self.windows):
+            return [missing] * len(self.windows)
         end = hit.num_pages * self.page_size
         shared = (hit.num_pages - first_visible_page(window, end, self.page_size) for window in self.windows)
         return [

@@ -83,6 +83,7 @@ class PagePool:
         self.page_size = page_size
         self.enable_prefix_caching = enable_prefix_caching
         self.windows = tuple(windows)
+        self.num_groups = len(self.windows)  # of layers that have pages of their own
         self.has_windows = any(window is not None for window in self.windows)
         self.state_pages = state_pages
         groups = max(len(self.windows), 1)  # each needs a page for the same tokens
@@ -93,11 +94,6 @@ class PagePool:
         self._quarantine: dict[str, list[int]] = {}
 
     # -- reading ---------------------------------------------------------------------------------------------------
-
-    @property
-    def num_groups(self) -> int:
-        """Return how many groups of layers have pages of their own."""
-        return len(self.windows)
 
     def pages_of(self, owner: str, group: int = 0) -> Sequence[int]:
         """Return an owner's pages of one group in the order of their tokens; none for an unknown owner."""
@@ -129,6 +125,11 @@ class PagePool:
             return 0
         num_pages = min([len(each.pages) for each in held]) if len(held) > 1 else len(held[0].pages)
         return num_pages * self.page_size
+
+    def groups_short_of(self, owner: str, num_tokens: int) -> list[int]:
+        """Return the groups in which an owner has no page for the last of `num_tokens` tokens."""
+        held = [len(self.pages_of(owner, group)) * self.page_size for group in range(self.num_groups)]
+        return [group for group, most in enumerate(held) if num_tokens > most]
 
     @property
     def num_quarantined(self) -> int:
@@ -237,36 +238,44 @@ class PagePool:
         """
         if not self.enable_prefix_caching:
             return
-        events = self.prefixes.events
-        known = self.prefixes.by_group[0] if self.prefixes.by_group else {}
-        lacked = [] if events is None else [n for n in range(first, len(hashes)) if hashes[n] not in known]
         for group, (held, index) in enumerate(zip(self._owned[owner], self.prefixes.by_group, strict=True)):
-            for page, page_hash in zip(held.pages[first : len(hashes)], hashes[first:], strict=True):
-                if page != HOLE and page_hash not in index and self.block_pool.hash_of[page] is None:
-                    self.prefixes.add(group, page_hash, page)
-                    self.block_pool.hash_of[page] = page_hash
-        if events is not None and request is not None:
-            events.stored(request, [number for number in lacked if hashes[number] in known])
+            added = list[int]()
+            for number, page in enumerate(held.pages[first : len(hashes)], first):
+                if page != HOLE and hashes[number] not in index and self.block_pool.hash_of[page] is None:
+                    self.prefixes.add(group, hashes[number], page)
+                    self.block_pool.hash_of[page] = hashes[number]
+                    added.append(number)
+            if not group and self.prefixes.events is not None and request is not None:
+                self.prefixes.events.stored(request, added)
 
     def release(self, owner: str) -> int:
         """Take all pages from `owner`, and return how many of them have no owner now. Unknown owners have none.
 
-        Indexed pages stay in the index until they are evicted, the ends of prefixes first. A snapshot goes before the
-        pages in front of it: each is useless without the other, and pages behind the last snapshot are useless.
+        Indexed pages stay in the index until they are evicted, the ends of prefixes first.
         """
         groups = self._owned.pop(owner, ())
-        state = self.states.by_owner.pop(owner, None)
-        num_unowned = 0
-        if state is not None:
-            num_unowned += self.block_pool.give_back(state.pages())
-            for num_pages, page_hash in reversed(state.used):
-                for held in groups:
-                    num_unowned += self.block_pool.give_back(held.live(num_pages))
-                    del held.pages[num_pages:]
-                snapshot = self.prefixes.snapshots.get(page_hash, ())
-                if snapshot and snapshot[0] in self.block_pool.cached:
-                    self.block_pool.cached.add(snapshot)
+        num_unowned = self._release_state(owner, groups) if self.state_pages else 0
         return num_unowned + sum(self.block_pool.give_back(held.live()) for held in groups)
+
+    def _release_state(self, owner: str, groups: Sequence[_Held]) -> int:
+        """Take from an owner its state and the pages behind each snapshot that it used. Returns how many of these pages
+        have no owner now.
+
+        So a snapshot is evicted before the pages in front of it: each is useless without the other, and pages behind
+        the last snapshot are useless.
+        """
+        state = self.states.by_owner.pop(owner, None)
+        if state is None:
+            return 0
+        num_unowned = self.block_pool.give_back(state.pages())
+        for num_pages, page_hash in reversed(state.used):
+            for held in groups:
+                num_unowned += self.block_pool.give_back(held.live(num_pages))
+                del held.pages[num_pages:]
+            snapshot = self.prefixes.snapshots.get(page_hash, ())
+            if snapshot and snapshot[0] in self.block_pool.cached:
+                self.block_pool.cached.add(snapshot)
+        return num_unowned
 
     def trim(self, owner: str, num_pages: int) -> None:
         """Take from `owner` each group's pages after the first `num_pages`: no token is in them."""

@@ -113,12 +113,9 @@ class PrefixIndex:
         layers need a snapshot at the end. Where another replica computes what follows, `needs_state` is False, and
         the first token that is computed here is the one at `position`; None: the one after the prefix.
         """
-        if len(self._windows) == 1 and not self._has_windows:  # each waiting prompt is looked up in each step
+        if len(self._windows) == 1 and not (self._has_windows or self._has_states):  # short: asked in each step
             pages = self._run(hashes, 0)
-            num_indexed = len(pages)
-            num_pages = self._last_snapshot(hashes, num_indexed) if needs_state else num_indexed
-            snapshot = self._snapshot(hashes, num_pages, needs_state)
-            return PrefixHit(num_pages, (pages[:num_pages],), snapshot, num_indexed)
+            return PrefixHit(len(pages), (pages,), (), len(pages))
         found = list[list[int]]()
         num_pages = len(hashes)
         for group, window in enumerate(self._windows):
