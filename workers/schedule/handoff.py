@@ -47,7 +47,8 @@ class Handoff:
         ready = (request for request in table.waiting if not table.lacks_adapter(request))
         here = (request for request in ready if not table.awaits_pages(request))
         waiting = [request for request in here if request.is_offered or request.leg is not Leg.RECEIVE]
-        table.note_tenants(table.prefills())
+        if table.tenants.in_use:
+            table.note_tenants(table.prefills())
         startable: Turn = (len(table.config.slo_classes), 0.0, 0)
         set_aside = 0
         for request in order_prefills(waiting, now, table.config.starvation_s, table.tenants):
@@ -99,7 +100,8 @@ class Handoff:
         table = self.table
         request = self.table.request(request_id)
         assert request.leg is Leg.RECEIVE
-        table.forget_offer(request)
+        if request.is_offered:
+            table.forget_offer(request)
         request.leg = Leg.LOCAL
         request.due = 0.0
         if request.status is Status.HELD:

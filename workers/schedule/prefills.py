@@ -55,7 +55,8 @@ class PrefillScheduler:
         table = self.table
         prefills = self.table.prefills(running)
         if table.config.prefill_order == "shortest_remaining":
-            table.note_tenants(prefills)
+            if table.tenants.in_use:
+                table.note_tenants(prefills)
             return order_prefills(prefills, table.now, table.config.starvation_s, table.tenants)
         return sorted(prefills, key=lambda request: request.status is Status.WAITING)  # stable: started ones first
 
@@ -72,8 +73,8 @@ class PrefillScheduler:
         if config.prefill_order == "shortest_remaining" and config.enable_chunked_prefill:
             in_turn = prefills[0].tenant
             own = (request for request in prefills if request.tenant == in_turn)
-            short = sum(request.num_uncached_tokens for request in own if not is_long(self.table, request))
-            budget.reserve_lane(config.short_lane_share, short)
+            if short := sum(request.num_uncached_tokens for request in own if not is_long(self.table, request)):
+                budget.reserve_lane(config.short_lane_share, short)
         chunks = self._fill(budget, prefills)
         if budget.lane_tokens:  # short prompts did not need the whole lane, or lacked pages or slots
             budget.release_lane()
@@ -136,7 +137,9 @@ class PrefillScheduler:
         work = StepWork.of_streams(len(decodes), sum([part.start for part in decodes]), adapters)
         alone = cost.seconds(work)
         floor = floor_beside(cost, work, list(tpots), overrun, config.chunk_floor, alone)
-        longest = self._longest(first, cost, work, alone) if streams else self._idle_step(prefills, cost)
+        longest = config.idle_step_share * table.tightest_ttft_s() if streams else self._idle_step(prefills, cost)
+        if streams and self.forecast.depth > 1:
+            longest = min(longest, self._balanced(first, cost, work, alone))
         max_tokens = config.max_num_batched_tokens
         budget = adaptive_chunk_budget(max_tokens, floor, work, slack, longest, cost, most_urgent, overrun)
         if streams:
@@ -186,20 +189,16 @@ class PrefillScheduler:
             return min(stream.due - now, longest_gap(tpot, is_urgent=False))
         return lent_due(stream, tpot) - now
 
-    def _longest(self, prompt: Request, cost: StepCost, decodes: StepWork, alone: float) -> float:
-        """Return the most seconds of a step with streams and a chunk of a prompt. `alone`: seconds of its decodes.
+    def _balanced(self, prompt: Request, cost: StepCost, decodes: StepWork, alone: float) -> float:
+        """Return the seconds of a step with streams and a chunk of a prompt that cost a pipeline least.
 
-        In a pipeline, rows up to the breakpoint of the cost are a fixed part too: a chunk of fewer rows reads nearly
-        all that a large one reads.
+        `alone`: seconds of its decodes. Rows up to the breakpoint of the cost are a fixed part too: a chunk of fewer
+        rows reads nearly all that a large one reads.
         """
-        seconds = self.table.config.idle_step_share * self.table.tightest_ttft_s()
-        depth = self.forecast.depth
-        if depth == 1:
-            return seconds
         work = max(cost.chunk_seconds(0, prompt.num_tokens), alone)
         fixed = max(cost.fixed_seconds(0), cost.base)
         rest = cost.early_seconds(cost.breakpoint_rows) - cost.early_seconds(decodes.rows)
-        return min(seconds, alone + max(rest, 0.0) + balanced_seconds(fixed, work, depth))
+        return alone + max(rest, 0.0) + balanced_seconds(fixed, work, self.forecast.depth)
 
     def _fill(self, budget: ChunkBudget, prefills: Sequence[Request]) -> list[Scheduled]:
         table = self.table

@@ -154,16 +154,11 @@ class Scheduler:
                 f"(max_model_len is {self.table.max_model_len})",
                 "prompt",
             )
-        if request.items:
-            self.encoding.check(request, self.config, self.pages.page_size)
-        if request.adapter is not None and not self.adapters.num_slots:
-            raise InvalidField("this server takes no adapters; start it with --enable-lora", "model")
+        asked = request.submission
+        if request.items or request.adapter is not None or asked.priority_in_class:
+            self._check_features(request)
         if self.table.get(request.id) is not None:
             raise InvalidField(f"request_id {request.id!r} is already being served", "request_id")
-        asked = request.submission
-        if asked.priority_in_class and self.config.prefill_order == "fcfs":
-            reason = f"priority is {asked.priority_in_class}, but this server computes prompts in order of arrival"
-            raise InvalidField(f"{reason} (--prefill-order fcfs)", "priority_in_class")
         request.priority = priority_of(self.config.slo_classes, asked.slo_class)
         request.queued_at = request.arrival_time - asked.waited_s
         num_pages, load_s = kv.match_prefix(self.table, request).num_pages, 0.0
@@ -176,6 +171,18 @@ class Scheduler:
         if request.adapter is not None:
             self.adapters.use(request.adapter)
         self.table.add(request)
+
+    def _check_features(self, request: Request) -> None:
+        """Raise InvalidField if a request asks for pictures, an adapter or a priority that this replica does not serve.
+        """
+        if request.items:
+            self.encoding.check(request, self.config, self.pages.page_size)
+        if request.adapter is not None and not self.adapters.num_slots:
+            raise InvalidField("this server takes no adapters; start it with --enable-lora", "model")
+        own = request.submission.priority_in_class
+        if own and self.config.prefill_order == "fcfs":
+            reason = f"priority is {own}, but this server computes prompts in order of arrival"
+            raise InvalidField(f"{reason} (--prefill-order fcfs)", "priority_in_class")
 
     def abort(self, request_id: str) -> Request | None:
         """End a request in any status and free its pages. None: it has ended already."""
@@ -268,7 +275,8 @@ class Scheduler:
             self.loading.begin(prefills)
         if self.adapters.num_slots:
             prefills = self.adapters.startable(prefills)
-        prefills = self.awaited.without_waiting(prefills)
+        if any(map(self.table.awaits_pages, prefills)):
+            prefills = self.awaited.without_waiting(prefills)
         if self.config.mixed_chunks or not decodes or not prefills:
             batch = self._mix(decodes, streams.skipped, prefills)
         else:
@@ -296,9 +304,9 @@ class Scheduler:
             share = -(-len(streams) // depth)
             landed = [stream for stream in streams if not stream.num_in_flight_tokens]
             streams = sorted(landed, key=lambda stream: stream.due)[:share]
-        if self.forecast.cost is not None and meaning_of(self.config.chunk_policy).fits_streams:
+        is_mixed = len({stream.priority for stream in streams}) > 1  # one class alone is never left out
+        if is_mixed and self.forecast.cost is not None and meaning_of(self.config.chunk_policy).fits_streams:
             skipped = skip_decodes(streams, self.table.now, self.forecast.cost)
-        if skipped:
             streams = [stream for stream in streams if stream.id not in skipped]
         return Streams(streams, prefilling, skipped)
 

@@ -147,13 +147,16 @@ class RequestTable:
         """
         if request.leg is Leg.SEND:
             return 0
-        num_left = self.num_expected(request)
         now = self.needs.pages(request.num_tokens)
-        later = self.needs.pages(request.num_tokens + num_left)
-        if not self.pages.has_windows:
-            return self.pages.num_groups * max(later - max(len(self.pages.pages_of(request.owner)), now), 0)
+        later = self.needs.pages(request.num_tokens + self.num_expected(request))
+        if self.pages.has_windows:
+            return self._growth_with_windows(request.owner, now, later)
+        return self.pages.num_groups * max(later - max(len(self.pages.pages_of(request.owner)), now), 0)
+
+    def _growth_with_windows(self, owner: str, now: int, later: int) -> int:
+        """Return by how many pages an owner grows whose tokens lie on `now` pages of each group, and then on `later`."""
         return sum(
-            max((later if most is None else min(later, most)) - max(self.pages.num_held(request.owner, group), now), 0)
+            max((later if most is None else min(later, most)) - max(self.pages.num_held(owner, group), now), 0)
             for group, most in enumerate(self.needs.most_decoding)
         )
 
@@ -195,9 +198,8 @@ class RequestTable:
 
     def note_tenants(self, prefills: Sequence[Request]) -> None:
         """Note whose prompts wait, before they are put in order. `prefills`: as `prefills` returns them."""
-        if self.tenants.in_use:
-            arriving = [request for request in self.waiting if request.leg is Leg.RECEIVE]
-            self.tenants.note((*prefills, *arriving), self.now)
+        arriving = [request for request in self.waiting if request.leg is Leg.RECEIVE]
+        self.tenants.note((*prefills, *arriving), self.now)
 
     def add(self, request: Request) -> None:
         """Put a new request at the end of the queue."""
@@ -221,9 +223,8 @@ class RequestTable:
 
     def forget_offer(self, request: Request) -> None:
         """Note that a request needs no grant any more, so that no other request waits for this one."""
-        if request.is_offered:
-            request.is_offered = False
-            self.kept_back.clear()
+        request.is_offered = False
+        self.kept_back.clear()
 
     def hold(self, request: Request) -> None:
         """Stop computing a request, whose pages are sent to another replica."""
@@ -236,7 +237,8 @@ class RequestTable:
         """Let a held request, all of whose pages have arrived, continue here."""
         self._room = None
         self.held.remove(request)
-        self.forget_offer(request)
+        if request.is_offered:
+            self.forget_offer(request)
         request.status = Status.RUNNING
         request.leg = Leg.LOCAL
         self.running.append(request)
@@ -289,7 +291,8 @@ class RequestTable:
         the update of that step. Pages that are being sent are released by the engine, with `pages.release(owner)`.
         """
         self._room = None
-        self.forget_offer(request)
+        if request.is_offered:
+            self.forget_offer(request)
         match request.status:
             case Status.RUNNING:
                 self.running.remove(request)

@@ -76,8 +76,6 @@ def skip_decodes(streams: Sequence[Request], now: float, cost: StepCost) -> set[
     the most urgent class, or no stream was left that could wait.
     """
     skipped: set[str] = set()
-    if len({stream.priority for stream in streams}) < 2:  # no stream is more urgent than another
-        return skipped
     earliest: dict[int, float] = {}  # earliest deadline, by priority
     for stream in streams:
         earliest[stream.priority] = min(stream.due, earliest.get(stream.priority, inf))
@@ -85,7 +83,7 @@ def skip_decodes(streams: Sequence[Request], now: float, cost: StepCost) -> set[
     context = sum([stream.num_tokens for stream in streams])
     adapters, adapted = adapter_work(streams)
     seconds = cost.decode_step_seconds(num_left, context, adapters, adapted)
-    if now + seconds <= min(earliest.values()):  # no stream would be late
+    if now + seconds <= min(earliest.values(), default=inf):  # no stream would be late
         return skipped
     for stream in sorted(streams, key=lambda stream: (-stream.priority, -stream.due, stream.id)):
         more_urgent = min((due for priority, due in earliest.items() if priority < stream.priority), default=inf)
