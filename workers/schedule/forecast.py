@@ -58,11 +58,15 @@ class Forecast:
     depth: int = 1  # steps in flight, the number of pipeline stages
     interval_share: float = 1.0  # interval of steps / seconds of one, see `IntervalShare`; 1 where `depth` is 1
     encoding: Encoding = field(default_factory=lambda: Encoding(0))
+    overrun_when_full: float = field(init=False)  # as `overrun`, while the pipeline is full
     scored_factor: float = 1.0  # learnt: how many times as long a chunk takes that needs log-probabilities
     _steps: tuple[StepCost, PromptSteps] | None = None  # of a prompt alone, and the cost that they follow from
     _queue: list[Request] = field(default_factory=list)  # the waiting requests at the last look
     _groups: "_Groups" = field(default_factory=dict)  # of these requests, those whose prompts are computed here
     _looked: tuple[StepCost | None, float, float] = (None, 0.0, 0.0)  # cost, interval share and step time at that look
+
+    def __post_init__(self) -> None:
+        self.overrun_when_full = overrun_when_full(self.overrun, self.depth, self.interval_share)
 
     def learn(self, cost: StepCost, overrun: float, interval_share: float = 1.0) -> None:
         """Predict with a new cost from now on. `overrun`: factor by which some steps exceed their predicted seconds.
@@ -70,11 +74,7 @@ class Forecast:
         self.cost = cost
         self.overrun = overrun
         self.interval_share = interval_share
-
-    @property
-    def overrun_when_full(self) -> float:
-        """Return the factor by which some steps take longer than predicted while the pipeline is full."""
-        return overrun_when_full(self.overrun, self.depth, self.interval_share)
+        self.overrun_when_full = overrun_when_full(overrun, self.depth, interval_share)
 
     def ttft(self, request: Request) -> FirstToken:
         """Return when a new request's first token would come; without a cost after 0 seconds."""

@@ -17,7 +17,7 @@ from crossdock.workers.schedule.table import RequestTable
 
 def may_share(table: RequestTable, request: Request) -> bool:
     """Return whether cached pages are of use for a request."""
-    return table.pages.enable_prefix_caching and not request.sampling.needs_whole_prompt
+    return table.pages.enable_prefix_caching and not request.needs_whole_prompt
 
 
 def match_prefix(table: RequestTable, request: Request) -> PrefixHit:

@@ -130,7 +130,9 @@ class PrefillScheduler:
         overrun = self.forecast.overrun_when_full
         tpots = {table.tpot_s(each) for each in streams}
         most_urgent = min([stream.priority for stream in streams], default=len(config.slo_classes))
-        slack = min([_due_behind(table, stream) - table.now for stream in streams] + arriving, default=inf)
+        # The step can delay the token after the one in flight, whose step has begun before.
+        due = [each.due + (table.tpot_s(each) if each.num_in_flight_tokens else 0.0) for each in streams]
+        slack = min([each - table.now for each in due] + arriving, default=inf)
         if tpots:
             slack = min(slack, longest_gap(min(tpots), is_urgent=first.priority <= most_urgent))
         adapters = adapter_work([part.request for part in decodes])
@@ -288,11 +290,3 @@ class PrefillScheduler:
             return 0.0
         totals.seconds += work
         return work
-
-
-def _due_behind(table: RequestTable, stream: Request) -> float:
-    """Return when the first token of a stream that a step can delay is due.
-
-    In a pipeline this is the token after the one in flight, whose step has begun before.
-    """
-    return stream.due + (table.tpot_s(stream) if stream.num_in_flight_tokens else 0.0)

@@ -93,12 +93,8 @@ class RequestTable:
         `running`: the only ones to look at beside those that wait; None: all that run."""
         receive = Leg.RECEIVE
         waiting = [request for request in self.waiting if request.leg is not receive]
-        if running is None:
-            running = self.running
-        return [
-            *waiting,
-            *(each for each in running if each.status is Status.RUNNING and not each.is_decoding),
-        ]
+        started = self.running if running is None else running
+        return waiting + [each for each in started if each.status is Status.RUNNING and not each.is_decoding]
 
     def awaits_pages(self, request: Request) -> bool:
         """Return whether a request waits for pages from elsewhere, see awaited.py."""

@@ -57,8 +57,8 @@ class StepWork(NamedTuple):
     @classmethod
     def of_streams(cls, count: float, context: float, adapters: AdapterWork, parts: float = 1) -> "StepWork":
         """Return the work of a step that decodes one in `parts` of so many streams, with `context` tokens in total."""
-        each = adapters.over(parts)
-        return cls(decodes=count / parts, context=context / parts, adapters=each.adapters, adapted=each.adapted)
+        own, adapted = adapters
+        return cls(decodes=count / parts, context=context / parts, adapters=own / parts, adapted=adapted / parts)
 
     @property
     def rows(self) -> float:
@@ -107,36 +107,22 @@ NO_ADAPTERS = AdapterWork(0, 0)
 
 
 class StepCost(BaseModel, CostFormula[float]):
-    """seconds(step) = base + per_prefill_token·tokens + per_attended·Σ chunk·(context + chunk/2)
+    """The prices of a replica's steps, in seconds. Measured, never configured.
+
+    seconds(step) = base + per_prefill_token·tokens + per_attended·Σ chunk·(context + chunk/2)
     + per_decode·(decodes + drafts) + per_context·Σ context of decodes + per_chunk_context·Σ context of chunks
     + per_early_row·min(rows, breakpoint_rows) + per_adapter·Σ numbers of each adapter of decodes
     + per_adapted·Σ numbers of the adapter of each row + per_far·tokens beyond `most_context`, and at least
-    `least_with_chunk` if the step has a chunk or drafts. Measured, never configured; in seconds.
+    `least_with_chunk` if the step has a chunk or drafts. Rows are prompt tokens, decodes and drafts.
 
-    The pages before a decode are read once for it, and those before a chunk once for a chunk of any size. Without the
-    context of chunks, a one-page chunk 12k tokens deep is predicted a fifth too short (SmolLM2-135M, Zen 4,
-    2026-11-21). The two have prices of their own, since different kernels read the pages. A cost that was learnt before
-    `per_chunk_context` existed has the same price for both.
+    Without the context of chunks, a one-page chunk 12k tokens deep is predicted a fifth too short (SmolLM2-135M, Zen 4,
+    2026-11-21). Of 24 kinds of steps with adapters of ranks 8 to 64, the mean error is 26 % without a term for
+    adapters, 12 % with rows alone and 6 % with both (SmolLM2-135M, Zen 3, 2026-11-26). Their prices are learnt from
+    steps that serve requests, and a replica without adapters solves for no more coefficients.
 
-    A drafted token costs as much as a decode, since its logits are needed too. Its context is read with the decode's.
-
-    Rows are prompt tokens, decodes and drafts. A step of few rows waits for the weights, one of many for the products,
-    and different kernels compute the two: so the price of a row changes at `breakpoint_rows`. Below the breakpoint, a
-    row costs `per_early_row` more than beyond it, or less where that is negative.
-
-    Where decodes alone run as a CUDA graph and a step with a chunk does not, it is launched kernel by kernel. Launching
-    takes `least_with_chunk` seconds, however little the kernels do. It is 0 where small chunks run as graphs too.
-
-    Decodes read the matrices of each of their adapters from memory, and every row with an adapter takes a product for
-    each of the numbers. Both count: of 24 kinds of steps with ranks 8 to 64, the mean error is 26 % without a term for
-    adapters, 12 % with rows alone and 6 % with both (SmolLM2-135M, Zen 3, 2026-11-26). Chunks read matrices too, but
-    have many rows. The prices are learnt from steps that serve requests: at a start there is no adapter to measure, and
-    a replica that never has one solves for no more coefficients.
-
-    Where an indexer chooses the tokens that a row reads, a row attends to at most `most_context` of them: only these
-    count for `per_attended` and `per_context`. Scoring each token beyond costs `per_far` a row. Sums are bounded, not
-    each row: unlike contexts in one step count as their mean, and a prompt that begins before `most_context` as the
-    middle of its tokens, by which its attention is predicted too long by a third at most.
+    Where an indexer chooses the tokens that a row reads, sums are bounded by `most_context`, not each row: unlike
+    contexts in one step count as their mean, and a prompt that begins before `most_context` as the middle of its
+    tokens, by which its attention is predicted too long by a third at most.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -144,16 +130,16 @@ class StepCost(BaseModel, CostFormula[float]):
     base: float = Field(ge=0)
     per_prefill_token: float = Field(ge=0)
     per_attended: float = Field(0.0, ge=0)
-    per_decode: float = Field(0.0, ge=0)
+    per_decode: float = Field(0.0, ge=0)  # of a draft too: both need logits
     per_context: float = Field(0.0, ge=0)
-    breakpoint_rows: float = Field(default=0.0, ge=0)
-    per_early_row: float = 0.0
-    least_with_chunk: float = Field(default=0.0, ge=0)
-    per_chunk_context: float = Field(default=0.0, ge=0)  # absent: `per_context`
-    per_adapter: float = Field(default=0.0, ge=0)
-    per_adapted: float = Field(default=0.0, ge=0)
-    most_context: float = Field(default=NO_LIMIT, gt=0)
-    per_far: float = Field(default=0.0, ge=0)
+    breakpoint_rows: float = Field(default=0.0, ge=0)  # up to so many rows, a step waits for the weights, not products
+    per_early_row: float = 0.0  # what a row up to there costs more than one beyond; less where this is negative
+    least_with_chunk: float = Field(default=0.0, ge=0)  # to launch each kernel, where decodes alone run as a CUDA graph
+    per_chunk_context: float = Field(default=0.0, ge=0)  # chunks read pages with other kernels; absent: `per_context`
+    per_adapter: float = Field(default=0.0, ge=0)  # decodes read the matrices of each of their adapters once
+    per_adapted: float = Field(default=0.0, ge=0)  # a product for each number in the matrices of a row's adapter
+    most_context: float = Field(default=NO_LIMIT, gt=0)  # tokens that a row attends to, where an indexer chooses them
+    per_far: float = Field(default=0.0, ge=0)  # to score a token beyond these, for one row
 
     larger = staticmethod(max)
     smaller = staticmethod(min)

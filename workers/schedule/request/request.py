@@ -126,6 +126,7 @@ class Request:
     token_ids: list[int] = field(init=False)  # prompt and output
     most_tokens: int = field(init=False)  # prompt and output, as far as `sampling` says
     stop_token_ids: frozenset[int] = field(init=False)  # of `sampling`, which may list thousands
+    needs_whole_prompt: bool = field(init=False)  # of `sampling`: cached pages are of no use
     num_computed_tokens: int = 0  # tokens whose keys and values are in pages
     num_verified_tokens: int = 0  # accepted tokens after these whose recurrent state was lost with a rejected draft
     num_in_flight_tokens: int = 0  # the tokens after the computed ones, in steps that have not ended
@@ -148,6 +149,7 @@ class Request:
         self.token_ids = [*submission.prompt_token_ids, *submission.output_token_ids]
         self.most_tokens = self.num_prompt_tokens + self.sampling.max_tokens
         self.stop_token_ids = frozenset(self.sampling.stop_token_ids)
+        self.needs_whole_prompt = self.sampling.needs_whole_prompt
         self.owner = self.owner_name(self.id, self.epoch)
 
     @property

@@ -7,7 +7,6 @@ from typing import Literal
 
 from crossdock.workers.schedule.request.items import NO_ITEMS, Item
 from crossdock.workers.schedule.request.slo import DEFAULT_CLASS
-from crossdock.workers.schedule.request.weight_version import salt_of_weights
 
 LogprobsMode = Literal["raw_logprobs", "processed_logprobs", "raw_logits", "processed_logits"]
 
@@ -44,16 +43,6 @@ class InvalidField(ValueError):
 
     def __str__(self) -> str:
         return str(self.args[0])
-
-
-def salt_with(salt: str, adapter: "Adapter | None", weights: str = "") -> str:
-    """Return the salt of pages that are computed with `adapter`, and after the update of that id with its `weights`.
-
-    No salt of a client is one with an adapter.
-    """
-    if adapter is not None:
-        return salt_of_weights(f"{adapter.fingerprint}\0{salt}", weights)
-    return salt_of_weights(f"\0{salt}" if "\0" in salt else salt, weights)
 
 
 class Leg(Enum):
@@ -153,5 +142,11 @@ class Submission:
 
     @property
     def page_salt(self) -> str:
-        """Return the salt of the request's pages: only requests with equal salts and equal weights share pages."""
-        return salt_with(self.cache_salt, self.adapter, self.weights)
+        """Return the salt of the request's pages: only requests with equal salts and equal weights share pages.
+
+        Whose weights computed them stands before a character 0. No salt of a client looks like that.
+        """
+        salt = f"\0{self.cache_salt}" if "\0" in self.cache_salt else self.cache_salt
+        if self.adapter is not None:
+            salt = f"{self.adapter.fingerprint}\0{self.cache_salt}"
+        return f"weights {self.weights}\0{salt}" if self.weights else salt

@@ -17,9 +17,3 @@ def unlike(found: Mapping[str, str], expected: Mapping[str, str]) -> str:
     """Return which tensors have unlike checksums, or are on one side alone, for an error; empty: none has."""
     names = sorted(name for name in found.keys() | expected.keys() if found.get(name) != expected.get(name))
     return f"{', '.join(names[:3])}{', …' * (len(names) > 3)}"
-
-
-def salt_of_weights(salt: str, weights: str) -> str:
-    """Return the salt of pages that are computed with an update's weights. No salt without one looks like it: the
-    part before a character 0 is empty there, or the digits of an adapter's fingerprint."""
-    return f"weights {weights}\0{salt}" if weights else salt
