@@ -1,6 +1,6 @@
 """The chunks of one step: a budget of tokens and seconds, filled prompt by prompt."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from math import inf
 from typing import TypeAlias
@@ -60,16 +60,13 @@ class PrefillScheduler:
             return order_prefills(prefills, table.now, table.config.starvation_s, table.tenants)
         return sorted(prefills, key=lambda request: request.status is Status.WAITING)  # stable: started ones first
 
-    def schedule(
-        self, decodes: Sequence[Scheduled], skipped: Collection[str], prefills: Sequence[Request]
-    ) -> tuple[list[Scheduled], str]:
+    def schedule(self, decodes: Sequence[Scheduled], prefills: Sequence[Request]) -> tuple[list[Scheduled], str]:
         """Return chunks of `prefills` for the step of `decodes`, and what bounded them.
 
-        Starting a request may preempt others, also those that already are in the step. `skipped`: streams that are
-        left out of the step.
+        Starting a request may preempt others, also those that already are in the step.
         """
         config = self.table.config
-        budget = self._budget(decodes, skipped, prefills)
+        budget = self._budget(decodes, prefills)
         if config.prefill_order == "shortest_remaining" and config.enable_chunked_prefill:
             in_turn = prefills[0].tenant
             own = (request for request in prefills if request.tenant == in_turn)
@@ -83,21 +80,16 @@ class PrefillScheduler:
                 chunks += self._fill(budget, others)
         return chunks, budget.reason
 
-    def _budget(
-        self, decodes: Sequence[Scheduled], skipped: Collection[str], prefills: Sequence[Request]
-    ) -> ChunkBudget:
+    def _budget(self, decodes: Sequence[Scheduled], prefills: Sequence[Request]) -> ChunkBudget:
         """Return the budget for the chunks of `prefills`, in their order, beside `decodes`."""
         config = self.table.config
         cost = self.forecast.cost
         if cost is None or not config.enable_chunked_prefill or not meaning_of(config.chunk_policy).fits_streams:
             budget = self._fixed(decodes, prefills)
         else:
-            budget = self._adaptive(cost, decodes, skipped, prefills)
-        for part in decodes:
-            if part.num_tokens > 1:  # tokens that are computed again
-                budget.tokens -= part.num_tokens - 1
-                again = part.num_tokens - 1, part.request.adapter_weights
-                budget.work = budget.work.plus_drafts(part.start, *again)
+            budget = self._adaptive(cost, decodes, prefills)
+        if self.table.num_drafts:
+            _compute_again(budget, decodes)
         if config.max_prefill_tokens and config.max_prefill_tokens < budget.tokens:
             budget.tokens = config.max_prefill_tokens
             budget.reason = "max_prefill_tokens"
@@ -118,14 +110,12 @@ class PrefillScheduler:
             budget.reason = f"idle step of {budget.seconds * 1e3:.0f} ms"
         return budget
 
-    def _adaptive(
-        self, cost: StepCost, decodes: Sequence[Scheduled], skipped: Collection[str], prefills: Sequence[Request]
-    ) -> ChunkBudget:
+    def _adaptive(self, cost: StepCost, decodes: Sequence[Scheduled], prefills: Sequence[Request]) -> ChunkBudget:
         """Return the budget by which no stream is late: none of `decodes`, and none that other replicas prefill."""
         table = self.table
         config = self.table.config
         first = prefills[0]
-        streams = [each for each in table.running if each.is_decoding and each.id not in skipped]
+        streams = [each for each in table.running if each.is_decoding and each.id not in table.skipped]
         arriving = [self.forecast.second_token_due(each, table.now) - table.now for each in table.arriving()]
         overrun = self.forecast.overrun_when_full
         tpots = {table.tpot_s(each) for each in streams}
@@ -268,16 +258,14 @@ class PrefillScheduler:
         )
 
     def _part(self, request: Request, start: int, num_tokens: int) -> Scheduled:
-        samples = start + num_tokens == request.num_tokens and request.sampling.max_tokens > 0
-        pages = self.table.pages.pages_of(request.owner)
-        further = self.table.pages.further_pages_of(request.owner)
-        return Scheduled(request, start, num_tokens, pages, samples, self._reason(request), further)
-
-    def _reason(self, request: Request) -> str:
         table = self.table
-        if table.config.prefill_order == "fcfs":
-            return "first come"
-        return prefill_reason(request, table.now, self.forecast.work, table.config.starvation_s, table.tenants)
+        samples = start + num_tokens == request.num_tokens and request.sampling.max_tokens > 0
+        reason = "first come"
+        if table.config.prefill_order != "fcfs":
+            reason = prefill_reason(request, table.now, self.forecast.work, table.config.starvation_s, table.tenants)
+        pages = table.pages.pages_of(request.owner)
+        further = table.pages.further_pages_of(request.owner)
+        return Scheduled(request, start, num_tokens, pages, samples, reason, further)
 
     def _count(self, request: Request, start: int, num_tokens: int, encoder_seconds: float) -> float:
         """Count a chunk, and return its seconds of this replica's time; 0 without a cost."""
@@ -290,3 +278,11 @@ class PrefillScheduler:
             return 0.0
         totals.seconds += work
         return work
+
+
+def _compute_again(budget: ChunkBudget, decodes: Sequence[Scheduled]) -> None:
+    """Leave room in a budget for the tokens of streams that are computed again."""
+    for part in decodes:
+        if part.num_tokens > 1:
+            budget.tokens -= part.num_tokens - 1
+            budget.work = budget.work.plus_drafts(part.start, part.num_tokens - 1, part.request.adapter_weights)

@@ -47,7 +47,6 @@ class Streams(NamedTuple):
 
     chosen: Sequence[Request]
     prefilling: Sequence[Request] = ()  # requests that run and are no streams yet
-    skipped: Collection[str] = ()  # ids of those left out for more urgent ones
     wanted_drafts: Mapping[str, int] = {}  # how many drafts each may profit from; 0 is left out
 
 
@@ -173,8 +172,7 @@ class Scheduler:
         self.table.add(request)
 
     def _check_features(self, request: Request) -> None:
-        """Raise InvalidField if a request asks for pictures, an adapter or a priority that this replica does not serve.
-        """
+        """Raise InvalidField if a request asks for pictures, an adapter or a priority that this replica does not serve."""
         if request.items:
             self.encoding.check(request, self.config, self.pages.page_size)
         if request.adapter is not None and not self.adapters.num_slots:
@@ -278,9 +276,9 @@ class Scheduler:
         if any(map(self.table.awaits_pages, prefills)):
             prefills = self.awaited.without_waiting(prefills)
         if self.config.mixed_chunks or not decodes or not prefills:
-            batch = self._mix(decodes, streams.skipped, prefills)
+            batch = self._mix(decodes, prefills)
         else:
-            batch = self._alternate(decodes, streams.skipped, prefills)
+            batch = self._alternate(decodes, prefills)
         if self.verification is not None:
             batch = self.verification.with_drafts(batch, drafts or {})
         self.table.lacks_pages = False
@@ -297,7 +295,7 @@ class Scheduler:
     def _choose_streams(self) -> Streams:
         streams = list[Request]()
         prefilling = list[Request]()
-        skipped = set[str]()
+        self.table.skipped = ()
         for request in self.table.running:
             (streams if request.is_decoding else prefilling).append(request)
         if (depth := self.forecast.depth) > 1:
@@ -306,9 +304,9 @@ class Scheduler:
             streams = sorted(landed, key=lambda stream: stream.due)[:share]
         is_mixed = len({stream.priority for stream in streams}) > 1  # one class alone is never left out
         if is_mixed and self.forecast.cost is not None and meaning_of(self.config.chunk_policy).fits_streams:
-            skipped = skip_decodes(streams, self.table.now, self.forecast.cost)
-            streams = [stream for stream in streams if stream.id not in skipped]
-        return Streams(streams, prefilling, skipped)
+            self.table.skipped = skip_decodes(streams, self.table.now, self.forecast.cost)
+            streams = [stream for stream in streams if stream.id not in self.table.skipped]
+        return Streams(streams, prefilling)
 
     def _grow(self, streams: Sequence[Request]) -> list[Scheduled]:
         """Return the decodes of the streams that have a page for their newest token, or get one now."""
@@ -328,22 +326,23 @@ class Scheduler:
             decodes = _running(decodes)
         return decodes if self._states is None else self._states.with_tokens_again(decodes)
 
-    def _mix(self, decodes: list[Scheduled], skipped: Collection[str], prefills: Sequence[Request]) -> Batch:
+    def _mix(self, decodes: list[Scheduled], prefills: Sequence[Request]) -> Batch:
         """Return the step of `decodes` and of chunks for as many prompts as fit."""
+        num_skipped = len(self.table.skipped)
         if not prefills:
-            return Batch(decodes, len(decodes), "", len(skipped))
-        chunks, limit = self._prefills.schedule(decodes, skipped, prefills)
+            return Batch(decodes, len(decodes), "", num_skipped)
+        chunks, limit = self._prefills.schedule(decodes, prefills)
         # A request that started may have preempted others.
         decodes = _running(decodes)
         chunks = _running(chunks)
-        return Batch([*decodes, *chunks], len(decodes), limit if chunks else "", len(skipped))
+        return Batch([*decodes, *chunks], len(decodes), limit if chunks else "", num_skipped)
 
-    def _alternate(self, decodes: list[Scheduled], skipped: Collection[str], prefills: Sequence[Request]) -> Batch:
+    def _alternate(self, decodes: list[Scheduled], prefills: Sequence[Request]) -> Batch:
         """Return a step of chunks, or of decodes if the last one computed chunks."""
         self._computed_chunks = not self._computed_chunks
-        if self._computed_chunks and (batch := self._mix([], skipped, prefills)):
+        if self._computed_chunks and (batch := self._mix([], prefills)):
             return batch
-        return self._mix(_running(decodes), skipped, [])  # the attempt may have preempted streams
+        return self._mix(_running(decodes), [])  # the attempt may have preempted streams
 
     # -- update: what the step found ---------------------------------------------------------------------------------
 

@@ -52,6 +52,7 @@ class RequestTable:
     arrived: dict[int, float] = field(default_factory=dict)  # when the last request of a class did, by priority
     outputs: OutputLengths = field(default_factory=OutputLengths)
     now: float = 0.0  # time of the step that is being scheduled, in seconds
+    skipped: Collection[str] = ()  # ids of streams that the step leaves out for more urgent ones
     assumed_ended: Collection[str] = ()  # requests of a step in flight that is assumed to have ended, see ahead.py
     needs_preemption: bool = False  # the last `schedule` did, which cannot be while a step is assumed to end
     loaded_adapters: dict[str, None] = field(default_factory=dict)  # fingerprints, the least recently used first
@@ -150,7 +151,7 @@ class RequestTable:
         return self.pages.num_groups * max(later - max(len(self.pages.pages_of(request.owner)), now), 0)
 
     def _growth_with_windows(self, owner: str, now: int, later: int) -> int:
-        """Return by how many pages an owner grows whose tokens lie on `now` pages of each group, and then on `later`."""
+        """Return by how many pages an owner grows whose tokens lie on `now` pages of each group, and later on `later`."""
         return sum(
             max((later if most is None else min(later, most)) - max(self.pages.num_held(owner, group), now), 0)
             for group, most in enumerate(self.needs.most_decoding)

@@ -257,14 +257,12 @@ def adaptive_chunk_budget(
     """Return the budget that lets the step end within `slack` and within `idle_seconds`.
 
     Args:
-        max_num_batched_tokens: ceiling of tokens in the step.
+        max_num_batched_tokens: ceiling of tokens in the step, those of `decodes` included.
         floor: tokens to compute for prompts of `floor_priority` or more urgent ones, however little time is left.
             Less urgent prompts get only what time is left, so that they make no stream late.
-        decodes: work of those in the step.
         slack: seconds until the first stream must have its token; infinite if no stream runs or arrives.
         idle_seconds: longest step. A request that arrives meanwhile waits for the end of the step.
-        cost: what steps take.
-        overrun: factor by which some steps take longer than predicted, and must still be in time.
+        overrun: see `longest_step`.
     """
     tokens = max_num_batched_tokens - int(decodes.decodes)
     seconds = longest_step(slack, overrun)
@@ -277,20 +275,14 @@ def adaptive_chunk_budget(
 
 
 def idle_step(cost: StepCost, start: int, longest: float, waiting_s: float = 0.0) -> float:
-    """Return the seconds of the longest step without streams.
+    """Return the seconds of the longest step without streams, at most `longest`. `start`: context before its chunk.
 
     A request that arrives during a step waits for its end, half of the step on average. So the step ends at the knee of
     throughput, where its fixed part is `FREE_SHARE` of its seconds. A replica with a queue ends steps later: the fixed
-    part of each step delays all prompts that wait, and both delays together are least in steps of
-    sqrt(2 · fixed part · waiting_s). On the public trace, with all prompts shipped, 73.8 and 86.2 % of the requests are
-    good in steps that end at the knee, with this term 80.0 and 90.0 % (benchmarks/records/public-trace.md).
-
-    Args:
-        cost: what steps take.
-        start: tokens of context before the first chunk.
-        longest: the bound by the promises of requests that may arrive.
-        waiting_s: of all prompts that wait behind the first one, each as much less as its promise is longer than the
-            tightest one.
+    part of each step delays all prompts that wait, of `waiting_s` seconds (`queue_seconds`), and both delays together
+    are least in steps of sqrt(2 · fixed part · waiting_s). On the public trace, with all prompts shipped, 73.8 and
+    86.2 % of the requests are good in steps that end at the knee, with this term 80.0 and 90.0 %
+    (benchmarks/records/public-trace.md).
     """
     fixed = cost.fixed_seconds(start)
     knee = max(fixed / FREE_SHARE, cost.breakpoint_seconds(start))
