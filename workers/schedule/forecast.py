@@ -79,7 +79,7 @@ class Forecast:
     def ttft(self, request: Request) -> FirstToken:
         """Return when a new request's first token would come; without a cost after 0 seconds."""
         own = self.prefill_seconds(request)
-        drain = self._drain_seconds(request)
+        drain = self._drain_seconds(request) if self.interval_share < 1 else 0.0
         turns = own  # seconds of the class until the prompt of the request is computed, without those of other tenants
         ahead = 0.0
         equals = list[float]()
@@ -225,15 +225,16 @@ class Forecast:
 
     def seconds_alone(self, request: Request) -> float:
         """Return the seconds until the rest of a request's prompt is computed on an idle replica; 0 without a cost."""
-        return self.prefill_seconds(request) + self._drain_seconds(request)
+        seconds = self.prefill_seconds(request)
+        return seconds + self._drain_seconds(request) if self.interval_share < 1 else seconds
 
     def _encoder_seconds(self, request: Request) -> float:
         """Return the seconds of the pictures of a prompt that are left to encode."""
         return self.encoding.seconds_left(request) if request.items else 0.0
 
     def _drain_seconds(self, request: Request) -> float:
-        """Return the seconds of a prompt's last step in the pipeline, beyond the interval between two steps."""
-        if self.cost is None or self.interval_share >= 1:  # no pipeline
+        """Return the seconds of a prompt's last step in a pipeline, beyond the interval between two steps."""
+        if self.cost is None:
             return 0.0
         start, end = self._rest(request)
         adapter = request.adapter_weights
@@ -284,9 +285,8 @@ class Forecast:
             self.overrun_when_full,
         )
         context = sum(stream.num_tokens for stream in streams)
-        return Sharing.of(
-            cost, limits, Decoding(counts, context, adapter_work(streams), self.depth), config.slo_classes
-        )
+        decoding = Decoding(counts, context, adapter_work(streams), self.depth)
+        return Sharing.of(cost, limits, decoding, config.slo_classes)
 
     def second_token_due(self, request: Request, now: float) -> float:
         """Return the time at which a request's second token is due, where another replica computes the prompt.

@@ -172,7 +172,11 @@ class Scheduler:
         self.table.add(request)
 
     def _check_features(self, request: Request) -> None:
-        """Raise InvalidField if a request asks for pictures, an adapter or a priority that this replica does not serve."""
+        """Check that this replica serves the pictures, the adapter and the priority that a request asks for.
+
+        Raises:
+            InvalidField: it does not.
+        """
         if request.items:
             self.encoding.check(request, self.config, self.pages.page_size)
         if request.adapter is not None and not self.adapters.num_slots:

@@ -72,9 +72,7 @@ class BlockPool:
     def share(self, pages: Sequence[int]) -> None:
         """Give owned or cached pages, those of a prefix, one owner more."""
         for page in pages:
-            assert self.num_owners[page] or page in self.cached, (
-                f"page {page} cannot be shared: it has no owner and is not cached"
-            )
+            assert self.num_owners[page] or page in self.cached, f"page {page} has no owner and is not cached"
             self.num_owners[page] += 1
             if self.num_owners[page] == 2:
                 self.num_shared += 1

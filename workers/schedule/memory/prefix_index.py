@@ -116,6 +116,10 @@ class PrefixIndex:
         if len(self._windows) == 1 and not (self._has_windows or self._has_states):  # short: asked in each step
             pages = self._run(hashes, 0)
             return PrefixHit(len(pages), (pages,), (), len(pages))
+        return self._match_groups(hashes, needs_state, position)
+
+    def _match_groups(self, hashes: Sequence[PageHash], needs_state: bool, position: int | None) -> PrefixHit:
+        """Return `match` for several groups of layers, windows or recurrent layers."""
         found = list[list[int]]()
         num_pages = len(hashes)
         for group, window in enumerate(self._windows):
