@@ -94,7 +94,6 @@ class PrefillScheduler:
             budget.tokens = config.max_prefill_tokens
             budget.reason = "max_prefill_tokens"
         budget.row_tile = self.row_tile
-        budget.rows = sum(part.num_tokens for part in decodes)
         return budget
 
     def _fixed(self, decodes: Sequence[Scheduled], prefills: Sequence[Request]) -> ChunkBudget:

@@ -1,6 +1,8 @@
 """Predict the seconds of a step: `StepCost` is the formula. cost_fit.py learns its coefficients from measured steps.
 
 `python benchmarks/models/step_cost.py` measures how well, for steps that the fit has not seen and for a served mix.
+
+An argument `adapter` counts the numbers in the matrices of the request's LoRA adapter; 0: it has none.
 """
 
 from collections.abc import Iterable, Sequence
@@ -71,10 +73,7 @@ class StepWork(NamedTuple):
         return self.prefill_tokens <= 1 and not self.drafts
 
     def plus_chunk(self, start: int, num_tokens: float, adapter: float = 0) -> "StepWork":
-        """Return the work with one more chunk, of `num_tokens` after `start` tokens of context.
-
-        `adapter`: numbers in the matrices of the chunk's adapter.
-        """
+        """Return the work with one more chunk, of `num_tokens` after `start` tokens of context."""
         return StepWork(
             self.prefill_tokens + num_tokens,
             self.attended + num_tokens * (start + num_tokens / 2),
@@ -88,7 +87,7 @@ class StepWork(NamedTuple):
 
     def plus_drafts(self, context: int, num_drafts: float, adapter: float = 0) -> "StepWork":
         """Return the work with `num_drafts` more tokens behind a decode after `context` tokens, which is counted
-        already. `adapter`: as in `plus_chunk`."""
+        already."""
         return StepWork(
             self.prefill_tokens,
             self.attended + num_drafts * (context + 1 + num_drafts / 2),
@@ -218,8 +217,7 @@ class StepCost(BaseModel, CostFormula[float]):
     def draft_seconds(self, rows: float, context: float, adapter: float = 0) -> float:
         """Return the seconds that one more draft adds to `device_seconds` of a step of `rows` rows.
 
-        `context`: tokens before the newest one of the stream, and earlier drafts of the stream. `adapter`: numbers in
-        the matrices of the stream's adapter.
+        `context`: tokens before the newest one of the stream, and earlier drafts of the stream.
         """
         early = self.per_early_row * min(max(self.breakpoint_rows - rows, 0.0), 1.0) if self.per_early_row else 0.0
         return self.per_decode + self.attended_seconds(context + 1.5, 1.0) + self.per_adapted * adapter + early
@@ -228,7 +226,6 @@ class StepCost(BaseModel, CostFormula[float]):
         """Return the seconds that a chunk of `num_tokens` after `start` tokens adds to a step of many rows.
 
         In such a step every row has the price beyond the breakpoint, and the kernels take longer than launching them.
-        `adapter`: numbers in the matrices of the chunk's adapter.
         """
         return self.many_rows_seconds(start, num_tokens, adapter) if num_tokens > 0 else 0.0
 
@@ -237,8 +234,8 @@ class StepCost(BaseModel, CostFormula[float]):
     ) -> int:
         """Return the tokens of the largest chunk after `start` tokens of context with which a step takes `seconds`.
 
-        `work`: of the step without the chunk. `adapter`: numbers in the matrices of the chunk's adapter. `alone`:
-        `device_seconds` of `work`, where known. 0: the step takes longer with any chunk of two tokens.
+        `work`: of the step without the chunk. `alone`: `device_seconds` of `work`, where known. 0: the step takes
+        longer with any chunk of two tokens.
         """
         return int(self.chunk_within(seconds, start, work, adapter, alone))
 

@@ -78,10 +78,7 @@ class CostFormula(Generic[Figure]):
         return self.chunk_step_seconds(start, self.larger(self.breakpoint_rows, 2))
 
     def chunk_step_seconds(self, start: Figure, num_tokens: Figure, adapter: float = 0) -> Figure:
-        """Return the seconds of a step of one chunk alone, of `num_tokens` after `start` tokens of context.
-
-        `adapter`: numbers in the matrices of the chunk's adapter.
-        """
+        """Return the seconds of a step of one chunk alone, of `num_tokens` after `start` tokens of context."""
         attended = num_tokens * (start + num_tokens / 2)
         seconds = self.chunks_seconds(num_tokens, attended, num_tokens, start, num_tokens)
         if adapter:

@@ -78,7 +78,6 @@ class ChunkBudget:
     lane_tokens: int = 0  # part of `tokens` that long prompts may not take
     lane_seconds: float = 0.0  # part of `seconds` that long prompts may not take
     row_tile: int = 1  # rows that the device multiplies at a time: large chunks end where the step's rows fill tiles
-    rows: int = 0  # of the step so far
     is_chunked: ClassVar = True  # False: one step computes the rest of a prompt, or none of it
 
     @property
@@ -130,7 +129,7 @@ class ChunkBudget:
         size = 1 if prompt.least else page_size  # the caller then knows where a chunk may end
         found = chunk_tokens(prompt.start, prompt.end, tokens, threshold, size)
         if self.row_tile > 1 and LARGE_CHUNK <= found < prompt.end - prompt.start:
-            beyond = (self.rows + found) % self.row_tile  # rows in a tile that would be computed whole
+            beyond = int(self.work.rows + found) % self.row_tile  # rows in a tile that would be computed whole
             found = chunk_tokens(prompt.start, prompt.end, found - beyond, threshold, size)
         is_only_one = not self.work.prefill_tokens and prompt.priority > self.floor_priority
         if not found and prompt.may_split_page and is_only_one and tokens >= LEAST_PART:
@@ -140,7 +139,6 @@ class ChunkBudget:
     def take(self, prompt: "Candidate", num_tokens: int) -> None:
         """Add a chunk of `num_tokens` of a prompt to the step."""
         self.tokens -= num_tokens
-        self.rows += num_tokens
         floor = self.floor
         self.floor = max(self.floor - num_tokens, 0)
         within = max(self.seconds, self.lent_seconds) if prompt.id == self.lent_to else self.seconds
@@ -215,8 +213,7 @@ def free_tokens(
 ) -> int:
     """Return the tokens of the largest chunk that takes hardly longer than a chunk of `floor` tokens; at least `floor`.
 
-    `work`: of the step without the chunk. `start`: tokens before the chunk. `adapter`: numbers in the matrices of the
-    chunk's adapter. `alone`: `device_seconds` of `work`, where known.
+    `work`: of the step without the chunk. `start`: tokens before the chunk. `alone`: see `StepCost.tokens_within`.
     """
     seconds = free_seconds(cost, work, start, floor, adapter)
     return max(cost.tokens_within(seconds, start, work, adapter, alone), floor)
@@ -241,7 +238,8 @@ def chunk_tokens(start: int, end: int, budget: int, threshold: int, page_size: i
 
 def fixed_chunk_budget(max_num_batched_tokens: int, num_decodes: int, is_chunked: bool = True) -> ChunkBudget:
     """Return vLLM's budget: the tokens that decodes leave of a fixed number."""
-    return (ChunkBudget if is_chunked else WholePrompts)(max_num_batched_tokens - num_decodes)
+    tokens = max_num_batched_tokens - num_decodes
+    return (ChunkBudget if is_chunked else WholePrompts)(tokens, work=StepWork(decodes=num_decodes))
 
 
 def adaptive_chunk_budget(

@@ -259,7 +259,7 @@ def test_large_chunk_ends_where_the_rows_of_a_step_fill_the_tiles_of_products(
 ) -> None:
     """2,048 tokens beside 64 streams take the time of 17 tiles of 128 rows, and 1,984 that of 16."""
     plain = ChunkBudget(budget).chunk(Candidate(start, start + length), 0, 16)
-    tiled = ChunkBudget(budget, row_tile=128, rows=num_decodes)
+    tiled = ChunkBudget(budget, row_tile=128, work=StepWork(decodes=num_decodes))
     found = tiled.chunk(Candidate(start, start + length), 0, 16)
     if plain < LARGE_CHUNK or plain == length:
         assert found == plain
@@ -268,9 +268,10 @@ def test_large_chunk_ends_where_the_rows_of_a_step_fill_the_tiles_of_products(
     assert (start + found) % 16 == 0
     assert -(num_decodes + found) % 128 < 16, "the last tile is full but for a part of a page"
     tiled.take(Candidate(start, start + length), found)
-    assert tiled.rows == num_decodes + found
+    assert tiled.work.rows == num_decodes + found
 
 
 def test_chunk_beside_64_streams_leaves_no_tile_half_empty() -> None:
-    assert ChunkBudget(2048, row_tile=128, rows=64).chunk(Candidate(0, 30_000), 0, 16) == 1984
-    assert ChunkBudget(2048, rows=64).chunk(Candidate(0, 30_000), 0, 16) == 2048, "on CPUs"
+    work = StepWork(decodes=64)
+    assert ChunkBudget(2048, row_tile=128, work=work).chunk(Candidate(0, 30_000), 0, 16) == 1984
+    assert ChunkBudget(2048, work=work).chunk(Candidate(0, 30_000), 0, 16) == 2048, "on CPUs"
