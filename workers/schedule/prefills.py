@@ -44,7 +44,7 @@ class PrefillScheduler:
 
     table: RequestTable
     forecast: Forecast
-    limits: Sequence[ChunkLimit] = ()  # of windows, recurrent states and tiers
+    limits: Sequence[ChunkLimit] = ()  # of windows, recurrent states, tiers and pictures
     row_tile: int = 1  # see `ChunkBudget`
 
     def candidates(self, running: Sequence[Request]) -> list[Request]:
@@ -224,8 +224,6 @@ class PrefillScheduler:
                     continue
             for within in self.limits:
                 num_tokens = within(request, start, num_tokens)
-            if encoding is not None:
-                num_tokens = encoding.outside_items(request, start, num_tokens, size)
             budget.reason = limit or budget.reason
             if num_tokens:
                 chunks.append(self._part(request, start, num_tokens))

@@ -427,6 +427,8 @@ def _limits(
         limits.append(states.chunk_within)
     if has_tiers:
         limits.append(partial(split_point.chunk_within, table, forecast))
+    if encoding.keeps_items_whole:
+        limits.append(partial(encoding.outside_items, page_size=table.pages.page_size))
     return limits
 
 

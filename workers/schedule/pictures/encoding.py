@@ -97,7 +97,7 @@ class Encoding:
     def outside_items(self, request: Request, start: int, num_tokens: int, page_size: int) -> int:
         """Return the tokens of the longest chunk of at most `num_tokens` that ends where it may."""
         stop = start + num_tokens
-        if not self.keeps_items_whole or stop == request.num_tokens:
+        if not self.keeps_items_whole or not request.items or stop == request.num_tokens:
             return num_tokens
         return most_tokens(request.items, start, stop, page_size)
 
@@ -315,13 +315,15 @@ def chunk_with_items(
     """
     start = prompt.start
     limit = ""
-    num_tokens = encoding.outside_items(request, start, budget.chunk(prompt, threshold, page_size), page_size)
+    threshold = max(threshold, prompt.least) if threshold else 0
+    size = 1 if prompt.least else page_size  # `outside_items` then knows where a chunk may end
+    num_tokens = encoding.outside_items(request, start, budget.chunk(prompt, threshold, size), page_size)
     for stop in encoding.stops(request, start, page_size):
         if stop.start >= start + num_tokens:
             break
         if stop.has_room:
             passing = prompt._replace(encoder_seconds=stop.seconds, has_floor=stop.has_floor)
-            longer = encoding.outside_items(request, start, budget.chunk(passing, threshold, page_size), page_size)
+            longer = encoding.outside_items(request, start, budget.chunk(passing, threshold, size), page_size)
             if start + longer > max(stop.start, start):
                 num_tokens = longer
                 continue

@@ -117,7 +117,6 @@ class ChunkBudget:
             seconds = max(seconds, self.lent_seconds)
         seconds -= prompt.encoder_seconds
         floor = max(floor, prompt.least) if floor else 0
-        threshold = max(threshold, prompt.least) if threshold else 0
         if self.seconds < inf:
             now = self.cost.seconds(self.work)
             seconds = now + (seconds - now) / prompt.factor
@@ -126,11 +125,10 @@ class ChunkBudget:
             if within < tokens and floor:
                 within = max(within, free_tokens(self.cost, self.work, prompt.start, floor, adapter))
             tokens = min(tokens, within)
-        size = 1 if prompt.least else page_size  # the caller then knows where a chunk may end
-        found = chunk_tokens(prompt.start, prompt.end, tokens, threshold, size)
+        found = chunk_tokens(prompt.start, prompt.end, tokens, threshold, page_size)
         if self.row_tile > 1 and LARGE_CHUNK <= found < prompt.end - prompt.start:
             beyond = int(self.work.rows + found) % self.row_tile  # rows in a tile that would be computed whole
-            found = chunk_tokens(prompt.start, prompt.end, found - beyond, threshold, size)
+            found = chunk_tokens(prompt.start, prompt.end, found - beyond, threshold, page_size)
         is_only_one = not self.work.prefill_tokens and prompt.priority > self.floor_priority
         if not found and prompt.may_split_page and is_only_one and tokens >= LEAST_PART:
             return min(int(tokens), prompt.end - prompt.start)  # else a slow machine would compute no token of it
