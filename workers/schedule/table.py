@@ -151,7 +151,7 @@ class RequestTable:
         return self.pages.num_groups * max(later - max(len(self.pages.pages_of(request.owner)), now), 0)
 
     def _growth_with_windows(self, owner: str, now: int, later: int) -> int:
-        """Return by how many pages an owner grows whose tokens lie on `now` pages of each group now."""
+        """Return the growth of an owner whose tokens lie on `now` pages of each group, and at their end on `later`."""
         return sum(
             max((later if most is None else min(later, most)) - max(self.pages.num_held(owner, group), now), 0)
             for group, most in enumerate(self.needs.most_decoding)

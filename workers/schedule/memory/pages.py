@@ -186,10 +186,7 @@ class PagePool:
     def share(self, owner: str, hit: PrefixHit) -> None:
         """Add `owner`, which has no pages yet, to the owners of a prefix that `prefixes.match` has just returned."""
         self.block_pool.share(hit.pages)
-        self._owned[owner] = tuple(
-            _Held(array("i", pages), next((number for number, page in enumerate(pages) if page != HOLE), len(pages)))
-            for pages in hit.by_group
-        )
+        self._owned[owner] = tuple(_Held(array("i", pages), pages.count(HOLE)) for pages in hit.by_group)
         if self.state_pages:
             self.states.share(owner, hit)
 
