@@ -14,7 +14,7 @@ from crossdock.router.fleet import Fleet
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from crossdock.workers.replica.engine.weight_update import Arrays
+    from crossdock.workers.model.new_weights import Arrays
 
 
 def push_weights(

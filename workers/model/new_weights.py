@@ -10,12 +10,12 @@ with what was to be put there.
 import copy
 import json
 import tempfile
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from crossdock.kernels.cpu.huge_pages import give_back
@@ -34,6 +34,9 @@ from crossdock.workers.model.weights.packed_layers import PackedExperts, PackedL
 from crossdock.workers.model.weights.scheme import E4M3_AT_LOAD, PLAIN, quantisation, scheme_at, scheme_of
 from crossdock.workers.model.weights.tensor_check import is_classifier
 from crossdock.workers.schedule.request.weight_version import unlike
+
+Arrays: TypeAlias = Mapping[str, tuple[str, tuple[int, ...], Any, str]]
+"""Whole tensors by their names in a checkpoint: dtype by name, shape, the bytes as an array of numpy, and checksum."""
 
 
 class NewWeights:
@@ -78,8 +81,19 @@ class NewWeights:
         if method == "read":
             if given["folder"]:
                 return self.read(Path(given["folder"]), given.get("checksums"))
-            return self.read_tensors(self._received, self._sent)
+            received, sent = self._received, self._sent
+            self.drop()  # after a failure nothing keeps them
+            return self.read_tensors(received, sent)
         return self.check() if method == "check" else {}
+
+    def hold(self, arrays: Arrays) -> None:
+        """Take whole tensors as if a group had sent them, for `call` to read. Their memory may be another process's: it
+        is read alone, and must stay as it is until the weights are put in place."""
+        self.drop()
+        warnings.filterwarnings("ignore", "The given NumPy array is not writable")  # nothing writes to the tensors
+        for name, (dtype, shape, array, sent) in arrays.items():
+            self._received[name] = torch.from_numpy(array).view(getattr(torch, dtype)).view(shape)
+            self._sent[name] = sent
 
     @property
     def _rank(self) -> int:
@@ -164,12 +178,6 @@ class NewWeights:
             held.write_heads(Path(folder))
             received = {name: checksum(tensor) for name, tensor in tensors.items()}
             return self._read(Path(folder), received, sent, held)
-
-    def write(self, tensors: Mapping[str, Tensor], folder: Path) -> None:
-        """Write tensors as a checkpoint of this model in a directory."""
-        self._model.config.save_pretrained(folder)
-        own = {name: tensor.cpu().contiguous().clone() for name, tensor in tensors.items()}  # tied ones: each
-        save_file(own, folder / "model.safetensors", {"format": "pt"})
 
     @torch.inference_mode()
     def put(self) -> None:

@@ -1,21 +1,15 @@
 """New weights on all ranks of one replica."""
 
 import json
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
-import torch
-
-from crossdock.workers.model.new_weights import NewWeights
+from crossdock.workers.model.new_weights import Arrays, NewWeights
 from crossdock.workers.model.weights.fingerprint import fingerprint
 from crossdock.workers.replica.ranks.rank_messages import PutWeights, WeightMethod
 from crossdock.workers.replica.ranks.worker_group import WorkerGroup
 from crossdock.workers.schedule.request.weight_version import unlike
-
-Arrays: TypeAlias = Mapping[str, tuple[str, tuple[int, ...], Any, str]]
-"""Whole tensors by their names in a checkpoint: dtype by name, shape, the bytes as an array of numpy, and checksum."""
 
 
 class WeightUpdate:
@@ -68,21 +62,9 @@ class WeightUpdate:
         return fingerprint(Path(argument["folder"])) if argument.get("folder") else ""
 
     def read_arrays(self, arrays: Arrays) -> None:
-        """Have every rank read whole tensors; other ranks from a directory of this machine. ValueError as in `call`."""
-        tensors = {
-            name: torch.from_numpy(array.copy()).view(getattr(torch, dtype)).view(*shape)
-            for name, (dtype, shape, array, _) in arrays.items()
-        }
-        checksums = {name: checksum for name, (*_, checksum) in arrays.items()}
-        if self._worker_group is None:
-            try:
-                self.checksums = self._own.read_tensors(tensors, checksums)
-            except Exception as error:  # tensors of others: a library may raise anything
-                raise ValueError(f"{error}" or type(error).__name__) from error
-            return
-        with tempfile.TemporaryDirectory(prefix="crossdock-weights-") as folder:
-            self._own.write(tensors, Path(folder))
-            self.call("read", {"folder": folder, "checksums": checksums})
+        """Have every rank read whole tensors, which other ranks hold already. ValueError as in `call`."""
+        self._own.hold(arrays)
+        self.call("read", {"folder": ""})
 
     def put(self) -> None:
         """Compute with the weights that were read from the next step on. No step may be in flight.

@@ -13,7 +13,7 @@ from crossdock.workers.replica.transfer.replica_dock import ReplicaDock
 from crossdock.workers.schedule.request.weight_version import WeightVersion
 
 if TYPE_CHECKING:  # an engine on an emulated device imports no torch
-    from crossdock.workers.replica.engine.weight_update import Arrays
+    from crossdock.workers.model.new_weights import Arrays
     from crossdock.workers.replica.ranks.rank_messages import WeightMethod
 
 logger = logging.getLogger(__name__)

@@ -6,6 +6,7 @@ import os
 import queue
 import threading
 import traceback
+from collections.abc import Callable
 
 import torch.distributed as dist
 
@@ -64,6 +65,7 @@ def follow(
     address: WorkerGroupAddress,
     host: str | None = None,
     transfer_host: str | None = None,
+    on_weights: Callable[[NewWeights], None] = lambda _: None,
 ) -> None:
     """Run a follower: load its part and do what the driver asks, until the driver ends it.
 
@@ -72,6 +74,7 @@ def follow(
     Args:
         host: the address of this node at which the other ranks reach this one; None: the one that leads to the driver.
         transfer_host: the address of this node at which other replicas reach its pages; None: the same.
+        on_weights: is given the new weights of this rank, once its part is loaded.
 
     Raises:
         Exception: any failure here, after a report to the driver.
@@ -95,7 +98,9 @@ def follow(
         own = link.own_address
         model, budget = load_rank(spec, position, store, own, lambda phase: send(PhaseEnded(phase)))
         send(RankReady(held_layers(model), *budget))
-        _work(spec, rank, model, inbox, parts, link, transfer_host or own)
+        weights = NewWeights(model)
+        on_weights(weights)
+        _work(spec, rank, model, weights, inbox, parts, link, transfer_host or own)
     except Exception as error:
         with contextlib.suppress(OSError):
             send(RankFailure(why_failed(error), traceback.format_exc()))
@@ -106,6 +111,7 @@ def _work(
     spec: ReplicaSpec,
     rank: int,
     model: LoadedModel,
+    weights: NewWeights,
     inbox: queue.SimpleQueue[OrderedMessage],
     parts: PartKeeper,
     link: RankSocket,
@@ -118,7 +124,6 @@ def _work(
     page_size = spec.engine.page_size
     steps = StepReceiver()
     runner = Runner(model, page_size)
-    weights = NewWeights(model)
     while True:
         match inbox.get():
             case RunStep(inputs):

@@ -58,7 +58,7 @@ class ModelStart:
         machine = await asyncio.to_thread(describe_machine, engine.model, engine.executor.runner.graphs_text)
         machine["experts"] = self._experts
         self._starting = None
-        return Started(engine, profile, checkpoint, machine, folder)
+        return Started(engine, profile, checkpoint, machine, folder, self._ranks)
 
     async def _load(self, spec: ReplicaSpec, reached: Callable[[str], None]) -> tuple[Engine, SchedulingProfile]:
         event_loop = asyncio.get_running_loop()
@@ -119,6 +119,7 @@ class ModelStart:
                 .options(
                     num_cpus=int(resources.get("CPU", 0)),
                     num_gpus=resources.get("GPU", 0),
+                    max_concurrency=2,  # it runs until it ends, and holds new weights meanwhile
                     scheduling_strategy=PlacementGroupSchedulingStrategy(group, bundle),
                 )
                 .remote()

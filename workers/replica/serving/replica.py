@@ -13,6 +13,7 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.exceptions import RayActorError
 
 from crossdock.kvtransfer.transport import TransportUnavailable
 from crossdock.workers.model.text_files import text_answer
@@ -56,6 +57,7 @@ class Replica:
             logger.warning("fault_token_ids is set, for a test: a marked prompt ends this replica")
         self._start, started = await _started(spec, self._reached)
         engine = started.engine
+        self._followers = started.followers
         weights = spec.weights_of(started.checkpoint)
         of_pages = "any weights" if spec.mixes_weights else weights
         self.engine_thread = thread = _start_thread(started, of_pages, spec)
@@ -130,8 +132,14 @@ class Replica:
         return {"pool": pool, "profile": profile, "machine": self._machine, **self.engine_thread.watched(seen, owner)}
 
     async def read_objects(self, tensors: list[Any]) -> str:
-        """Read new weights from Ray's object store: a mapping of checkpoint names to arrays. ValueError as `read`."""
+        """Read new weights from Ray's object store, each rank from its node's: a mapping of checkpoint names to arrays,
+        as the only element. ValueError as `read`, and where a rank is lost."""
+        held = [follower.hold.remote(tensors[0]) for follower in self._followers]
         found = await tensors[0]
+        try:
+            await asyncio.gather(*held)
+        except RayActorError as error:
+            raise ValueError(f"a rank is lost: {error}") from None
         return await self._controls.read_arrays(found)
 
     # -- calls of Serve ----------------------------------------------------------------------------------------------

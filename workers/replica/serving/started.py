@@ -1,5 +1,6 @@
 """An engine that is ready to serve, and what its replica says about it. No torch."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ class Started:
     checkpoint: str  # names the weights' files
     machine: dict[str, Any]  # see `describe_machine`
     folder: Path | None = None  # the folder of the weights' files; None: the device is emulated
+    followers: Sequence[Any] = ()  # the actors of the other ranks
 
 
 def start_emulated(spec: ReplicaSpec, device: EmulatedDevice) -> Started:

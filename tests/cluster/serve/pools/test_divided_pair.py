@@ -1,6 +1,7 @@
 """A prefill and a decode replica of two ranks each, divided in different ways, beside a replica of one rank: the tokens
 of one rank, and a rank's death or hang ends its replica alone."""
 
+import copy
 import json
 import signal
 from collections.abc import Iterator
@@ -15,6 +16,7 @@ import ray
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from crossdock.cluster.serve.rollouts import push_weights
 from tests.cluster.serve.pools import served_pools as pools
 from tests.cluster.serve.pools.served_pools import Stream, assert_greedy, prompt, samples
 from tests.sweeps import rest_in_soak
@@ -34,6 +36,7 @@ def url(ray_cluster: None, small_model_dir: Path) -> Iterator[str]:
         "engine.kv_cache_memory": "150MiB",
         "engine.max_num_batched_tokens": 128,
         "transfer.deadline_s": 30,
+        "http.rollouts": True,
         "router.policy": "round-robin",  # by predicted time the replica of one rank, faster here, would get all
     }
     with pools.deployment(small_model_dir, POOLS, settings) as address:
@@ -113,3 +116,45 @@ def test_rank_lost_under_load_ends_its_replica_alone(url: str, oracle: PreTraine
     again = prompt(99, 50)
     for stream in [Stream(url, again, 50) for _ in range(4)]:
         assert_greedy(oracle, again, stream.result(), 50)
+
+
+def test_pushed_weights_are_those_of_all_ranks_and_those_of_a_rank_that_was_lost(
+    url: str, oracle: PreTrainedModel
+) -> None:
+    """Each rank reads its part from Ray's object store. A replica that loses a rank restarts with the weights of the
+    start, and gets no request until the next push."""
+    before = {name: tensor.clone() for name, tensor in oracle.named_parameters()}
+    other = copy.deepcopy(oracle)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)) * 0.02)
+    asked = prompt(200, 60)
+
+    def answers(count: int) -> list[list[int]]:
+        with ThreadPoolExecutor(count) as threads:
+            return [stream.result() for stream in list(threads.map(lambda _: Stream(url, asked), range(count)))]
+
+    [old] = answers(1)
+    assert push_weights(other.named_parameters(), "other", app_name=pools.APP) == "other"
+    for tokens in answers(6):
+        assert tokens != old
+        assert_greedy(other, asked, tokens, 24)
+    ((name, lost),) = pools.processes("decode").items()
+    followers = actors("Rank")
+    ((_, driver),) = actors(f"SERVE_REPLICA::{pools.APP}#decode").items()
+    (rank,) = (actor for actor in followers.values() if actor["OwnerAddress"] == driver["Address"])
+    psutil.Process(rank["Pid"]).kill()
+    psutil.wait_procs([lost], timeout=240)
+    for tokens in answers(6):
+        assert_greedy(other, asked, tokens, 24)
+
+    def versions() -> dict[str, float] | None:
+        """Return the number of each replica's weights, once all three answer."""
+        found = samples(url, "crossdock_weight_version")
+        return found if len(found) == 3 and name not in found else None
+
+    assert sorted(eventually(versions).values()) == [0, 1, 1]
+    assert push_weights(before.items(), "before", app_name=pools.APP) == "before"
+    assert set(eventually(versions).values()) == {2}
+    for tokens in answers(6):
+        assert_greedy(oracle, asked, tokens, 24)
