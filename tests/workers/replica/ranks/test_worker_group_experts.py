@@ -11,13 +11,16 @@ from transformers import AutoModelForCausalLM
 from crossdock.workers.model.checksums import checksum
 from crossdock.workers.model.weights.fingerprint import fingerprint
 from crossdock.workers.replica.engine.sleep import Sleep
+from crossdock.workers.schedule.cost.cost import StepCost
+from crossdock.workers.schedule.request.batch import Batch
+from crossdock.workers.schedule.request.submission import Submission
 from tests.sweeps import SOAK
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.weights.test_packed_checkpoints import write_experts, write_gpt_oss
 from tests.workers.quantised import CASES
 from tests.workers.ranks import Ranks
 from tests.workers.ranks import saved as saved_in
-from tests.workers.replica.engines import generated
+from tests.workers.replica.engines import before_each_step, generated, greedy, run, tokens_of
 from tests.workers.replica.ranks.test_worker_group import assert_worker_group_equals_one_rank
 from tests.workers.replica.ranks.test_worker_group_weights import PROMPT, _push, tokens
 from tests.workers.worker_groups import engine_of_ranks
@@ -79,3 +82,35 @@ def test_whole_experts_are_replaced_by_those_of_files_of_a_trainer_and_of_the_st
         update.put()
         assert tokens(engine) == wanted[2]
         update.call("check", {})
+
+
+@pytest.mark.parametrize("per_early_row", [0.0, 5e-3])
+def test_chunks_of_two_stages_beside_streams_pass_the_breakpoint_of_experts_and_give_transformers_tokens(
+    ranks: Ranks, tmp_path: Path, per_early_row: float
+) -> None:
+    """Where the first rows of a step read the experts, chunks of fewer rows would read them again and again."""
+    module = build("qwen3_moe", SERVED["qwen3_moe"])
+    texts = [[3 + (number * 31 + place * 7) % 120 for place in range(6)] for number in range(4)]
+    long = [3 + place * place % 121 for place in range(200)]
+    cost = StepCost(base=6e-3, per_prefill_token=5e-4, per_decode=8e-4, breakpoint_rows=64, per_early_row=per_early_row)
+    classes = [{"name": "standard", "ttft_s": 1e6, "tpot_s": 10.0}]
+    rows = list[int]()
+
+    def note(batch: Batch) -> None:
+        if any(part.request.id == "long" and part.start < 150 for part in batch.scheduled):  # the last may be short
+            rows.append(batch.num_tokens)
+
+    settings = {"slo_classes": classes, "max_num_batched_tokens": 256, "chunk_policy": "adaptive"}
+    with engine_of_ranks(ranks, saved_in(module, tmp_path), 1, 2, **settings) as engine:
+        engine.scheduler.learn(cost, 1.2, 0.5)
+        before_each_step(engine, note)
+        for number, text in enumerate(texts):
+            engine.add(Submission(f"{number}", text, greedy(40)))
+        begun = [delta for _ in range(8) for delta in engine.step().deltas]
+        engine.add(Submission("long", long, greedy(12)))
+        deltas = run(engine)
+    assert (min(rows) >= 64) is (per_early_row > 0), rows
+    for delta in reversed(begun):
+        deltas[delta.request_id].insert(0, delta)
+    found = [tokens_of(deltas[name]) for name in ("0", "1", "2", "3", "long")]
+    assert found == [*generated(module, texts, 40), *generated(module, [long], 12)]
