@@ -2,9 +2,14 @@
 
     python benchmarks/page_transfers.py --repeats 9 --mebibytes 32          # three transports, five sizes: 2 minutes
     python benchmarks/page_transfers.py --checksum                          # each size without and with checksums
+    python benchmarks/page_transfers.py --predicted 172032                  # are seconds of a transfer predicted well?
 
 Prints GB/s (median and best), µs per page, CPU seconds per GB at the source and at the target, and the milliseconds of
 the last page; then the time of one chunk, and the CPU share of a dock that is idle or waits.
+
+`--predicted` names the bytes of a page. Prompts of 512 to 8,192 tokens in random order, without and with checksums: a
+transfer is predicted to take its bytes by the mean rate of those before, as a replica advertises it. CPU seconds, since
+other processes have the cores too.
 
 Each repeat is a whole transfer between the docks of two processes: this one receives, a child sends. Its seconds are
 from the first write until the target (TCP) or UCX (NIXL) reports that all pages have arrived. A page is one descriptor
@@ -22,7 +27,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from itertools import product
+from itertools import chain, product
 from typing import Any
 
 import numpy as np
@@ -33,6 +38,7 @@ from crossdock.kvtransfer.events import Arrived, Committed, Event, Failed, Relea
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, PoolSpec
 from crossdock.kvtransfer.records import GroupPages
 from crossdock.kvtransfer.transport import Memory, Transport, TransportUnavailable
+from crossdock.workers.report.publisher import NEWEST_RATE
 
 SMOLLM2 = PoolLayout((LayerShape(3, 64, 64),) * 30, 16, 2)
 CHUNK_PAGES = 32  # 512 tokens
@@ -209,17 +215,42 @@ def report(kind: str, repeats: int, mebibytes: int, *, with_checksums: bool) -> 
     print(f"{kind:<14}CPU: {idle:.1f} % of a core idle, {waiting:.1f} % while a transfer waits", flush=True)
 
 
+def report_predicted(page_bytes: int, repeats: int) -> None:
+    """Print by how much predicted CPU seconds of transfers over TCP differ from those of both sides."""
+    for has_checksums in (False, True):
+        transfers = list[tuple[int, float]]()  # pages, and CPU seconds of both sides
+        for num_pages in (CHUNK_PAGES, 4 * CHUNK_PAGES, 16 * CHUNK_PAGES):
+            figures = receive("tcp", page_bytes, num_pages, repeats, has_checksums=has_checksums)
+            both = zip(figures["cpu"], figures["target_cpu"], strict=True)
+            transfers += [(num_pages, source + target) for source, target in both]
+        random.Random(0).shuffle(transfers)
+        rate = 0.0  # pages for each second
+        errors = dict[int, list[float]]()
+        for num_pages, seconds in transfers:
+            if rate:
+                errors.setdefault(num_pages, []).append(abs(num_pages / rate - seconds) / seconds)
+            rate += (num_pages / seconds - rate) * (NEWEST_RATE if rate else 1.0)
+        for num_pages, each in [*sorted(errors.items()), ("all", [*chain(*errors.values())])]:
+            p50, p90 = 100 * np.quantile(each, [0.5, 0.9])
+            named = "with checksums" if has_checksums else "without"
+            print(f"{named:<15} {num_pages:>5} pages: {len(each)} transfers, off by p50 {p50:.1f} %, p90 {p90:.1f} %")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repeats", type=int, default=9)
     parser.add_argument("--mebibytes", type=int, default=32, help="per transfer")
     parser.add_argument("--checksum", action="store_true", help="measure transfers with checksums too")
+    parser.add_argument("--predicted", type=int, metavar="BYTES", help="how well are seconds of transfers predicted?")
     parser.add_argument("--transport", help=argparse.SUPPRESS)
     parser.add_argument("--send", nargs=5, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.send:
         kind, *sizes, device = arguments.send
         send(kind, *map(int, sizes), device=device, has_checksums=arguments.checksum)
+    elif arguments.predicted:
+        print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
+        report_predicted(arguments.predicted, arguments.repeats)
     elif arguments.transport:
         report(arguments.transport, arguments.repeats, arguments.mebibytes, with_checksums=arguments.checksum)
     else:

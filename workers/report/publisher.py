@@ -11,7 +11,7 @@ from crossdock.workers.schedule.prefixes.tier_pages import PageTier
 from crossdock.workers.schedule.scheduler import Scheduler
 
 _STEADY_S = 1.0  # between two live profiles while streams only go on
-_NEWEST_RATE = 0.2  # weight of the newest transfer in the mean rate, which so spans about five transfers
+NEWEST_RATE = 0.2  # weight of the newest transfer in the mean rate, which so spans about five transfers
 
 
 @dataclass(slots=True)
@@ -116,7 +116,7 @@ class Publisher:
     def transferred(self, num_bytes: int, seconds: float) -> None:
         """Note a transfer of pages to another replica."""
         rate = num_bytes / max(seconds, 1e-6)
-        self._bytes_per_second += (rate - self._bytes_per_second) * (_NEWEST_RATE if self._bytes_per_second else 1.0)
+        self._bytes_per_second += (rate - self._bytes_per_second) * (NEWEST_RATE if self._bytes_per_second else 1.0)
 
     def page_changes(self) -> Sequence[PageChanges]:
         """Return the changes of the prefix index and of the tiers since the last call, if any."""
