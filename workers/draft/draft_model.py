@@ -108,14 +108,16 @@ class DraftModel:
         """
         parts, limits = self._catching_up(wanted, forced)
         drafts: dict[str, list[int]] = {request_id: [] for request_id in limits}
+        is_further = False
         while parts:
-            for part, token in zip(parts, self._passes.run(parts), strict=True):
+            for part, token in zip(parts, self._passes.run(parts, is_further=is_further), strict=True):
                 part.request.num_computed_tokens += part.num_tokens
                 if part.request.id in drafts:
                     drafts[part.request.id].append(token)
                     part.request.token_ids.append(token)
             seen = [part.request for part in parts]
             parts = [self._passes.part(one, 1) for one in seen if len(drafts.get(one.id, ())) < limits.get(one.id, 0)]
+            is_further = True
         return drafts
 
     def _catching_up(

@@ -19,6 +19,7 @@ from torch import Tensor
 from crossdock.workers.draft.passes import MATCH, DraftPasses, draft_pages, new_stream
 from crossdock.workers.model.inputs import StepInputs
 from crossdock.workers.model.model import LoadedModel
+from crossdock.workers.schedule.cost.cost import StepWork
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.request.batch import Batch, Scheduled
 from crossdock.workers.schedule.request.request import Request
@@ -69,6 +70,11 @@ class _HeadStream:
         end = min(self.base + len(self.states), len(self.tokens) - 1)
         return max(end - self.first - self.seen.num_computed_tokens, 0)
 
+    def rows_due(self) -> tuple[int, int]:
+        """Return the first row of the next pass and how many there are: at least one, to draft from."""
+        num_due = self.num_due()
+        return self.seen.num_computed_tokens - (num_due == 0), max(num_due, 1)
+
     @property
     def can_draft(self) -> bool:
         """Return whether the states before the newest token are here."""
@@ -114,6 +120,10 @@ class DraftingHead(Protocol):
     def most_context(self) -> float:
         """Return the most tokens that a row attends to."""
 
+    @property
+    def shares_choice(self) -> bool:
+        """Return whether rows of further drafts attend to the tokens that the first draft's row chose."""
+
     def page_bytes(self, page_size: int) -> int:
         """Return the bytes of a page of so many tokens."""
 
@@ -157,11 +167,14 @@ class HeadDrafter:
     _has_warned: bool = False
     _states: Tensor | None = None  # [T, H] that the next pass reads; None: zeros, to measure its seconds
     _follows: Sequence[int] | None = None  # of the next pass: see `DraftingHead.compute`
+    _next: StepWork | None = None  # see `_mean_due`; None: a step has changed it
     _own_states: Tensor = field(init=False)  # [N, H] of the newest pass
 
     def __post_init__(self) -> None:
         self.head.allocate(self.pages.num_pages, self.pages.page_size)
-        self._passes = DraftPasses(self._compute, self.pages, self.clock, most_context=self.head.most_context)
+        longest = self.target.max_model_len
+        bounds = self.head.most_context, self.head.shares_choice
+        self._passes = DraftPasses(self._compute, self.pages, self.clock, longest, *bounds)
         self._name = hashlib.blake2b(self.head.fingerprint, digest_size=_NAME_BYTES).digest()
 
     @classmethod
@@ -199,6 +212,7 @@ class HeadDrafter:
         States of another head, and bytes that are none, are left out: drafts then begin with the second step.
         """
         stream = self._streams[request_id]
+        self._next = None
         num_rows, rest = divmod(len(handed) - _NAME_BYTES, self._row_bytes)
         start = len(stream.tokens) - 1 - num_rows
         if not handed.startswith(self._name) or rest or not 0 < num_rows <= MOST_KEPT or start < 0:
@@ -226,8 +240,21 @@ class HeadDrafter:
         return MATCH if not forced and self._streams[request_id].can_draft else 0
 
     def seconds(self, num_streams: int, num_tokens: int) -> float:
-        """Return the predicted seconds to draft for `num_streams`, the longest draft having `num_tokens`."""
-        return self._passes.seconds(num_streams, num_tokens)
+        """Return the predicted seconds to draft for `num_streams`, the longest draft having `num_tokens`.
+
+        The rows that streams have due since the newest step are counted, and divided evenly among them.
+        """
+        if self._next is None:
+            self._next = self._mean_due()
+        return self._passes.seconds(num_streams, num_tokens, self._next)
+
+    def _mean_due(self) -> StepWork:
+        """Return the work of the rows that a stream has due, in the mean; of two rows where no stream can draft."""
+        rows = [stream.rows_due() for stream in self._streams.values() if stream.can_draft]
+        if not rows:
+            return StepWork.of([(0, 2)])
+        work = StepWork.of([part for part in rows if part[1] > 1], [start for start, count in rows if count == 1])
+        return StepWork(*(each / len(rows) for each in work))
 
     @torch.inference_mode()
     def observe(self, batch: Batch, hidden: Tensor | None) -> None:
@@ -236,6 +263,7 @@ class HeadDrafter:
         hidden: see `DraftingHead.states_of`.
         """
         states = self.head.states_of(hidden)
+        self._next = None
         start = 0
         due = dict[str, int]()
         for part in batch.scheduled:
@@ -329,7 +357,7 @@ class HeadDrafter:
         """
         self._states = states
         self._follows = follows
-        return self._passes.run(parts), self._own_states
+        return self._passes.run(parts, is_further=follows is not None), self._own_states
 
     @torch.inference_mode()
     def _compute(self, inputs: StepInputs) -> Tensor:

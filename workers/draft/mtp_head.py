@@ -73,6 +73,11 @@ class MtpHead:
         """Return the most tokens that a row attends to: as many as the head's indexer chooses, if it has one."""
         return self.layer.most_context
 
+    @property
+    def shares_choice(self) -> bool:
+        """Return whether the first draft's indexer chooses for all."""
+        return self.choice is not None
+
     def page_bytes(self, page_size: int) -> int:
         """Return the bytes of a page of so many tokens."""
         return self.layer.layout(page_size).page_bytes

@@ -55,6 +55,11 @@ class PagedEagle:
         """Return that rows attend to all tokens before them."""
         return NO_LIMIT
 
+    @property
+    def shares_choice(self) -> bool:
+        """Return False: nothing chooses tokens."""
+        return False
+
     def page_bytes(self, page_size: int) -> int:
         """Return the bytes of a page of so many tokens."""
         return one_layer(*self.head.kv_shape, page_size, self.head.dtype).page_bytes

@@ -195,3 +195,33 @@ def test_predicted_seconds_of_drafts_stop_growing_where_an_indexer_chooses_token
         passes.run([passes.part(stream, 1)])
     predicted = passes.seconds(1, 2) - passes.seconds(1, 1)
     assert predicted == pytest.approx(row_seconds(1000), rel=0.15)
+
+
+@pytest.mark.parametrize("shares_choice", [False, True])
+def test_seconds_of_first_drafts_count_what_is_scored_and_those_of_further_ones_where_they_choose(
+    shares_choice: bool,
+) -> None:
+    """The device is simulated: a row has a price for each token that it scores, and further drafts may score none."""
+    now = 0.0
+    is_further = False
+
+    def row_seconds(position: int, scores: bool) -> float:
+        return 1e-4 + 1e-5 * min(position + 1, 256) + 4e-6 * max(position - 255, 0) * scores
+
+    def compute(inputs: StepInputs) -> torch.Tensor:
+        nonlocal now
+        scores = not (is_further and shares_choice)
+        now += sum(row_seconds(position, scores) for position in inputs.positions.tolist())
+        return torch.zeros(len(inputs.wanted), dtype=torch.int64)
+
+    pages = PagePool(400, PAGE_SIZE, enable_prefix_caching=False)
+    passes = DraftPasses(compute, pages, lambda: now, most_context=256.0, shares_choice=shares_choice)
+    stream = new_stream("a", [0] * 1501)
+    assert passes.make_room(stream, 1501, ())
+    for context in (*range(4, 1000, 40), 1000):
+        for is_further, num_tokens in ((False, 2), (True, 1), (True, 1)):
+            stream.num_computed_tokens = context
+            passes.run([passes.part(stream, num_tokens)], is_further=is_further)
+    assert passes.seconds(1, 1) == pytest.approx(2 * row_seconds(1000, scores=True), rel=0.15)
+    further = passes.seconds(1, 3) - passes.seconds(1, 1)
+    assert further == pytest.approx(2 * row_seconds(1000, scores=not shares_choice), rel=0.15)

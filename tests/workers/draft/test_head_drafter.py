@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from crossdock.kernels.cpu.build import cpu_flags
 from crossdock.kernels.cpu.linear import usable_kernels
-from crossdock.workers.draft.head_drafter import MOST_KEPT
+from crossdock.workers.draft.head_drafter import MOST_KEPT, HeadDrafter
 from crossdock.workers.draft.paged_eagle import PagedEagle
 from crossdock.workers.model.weights.untrusted import read_json
 from crossdock.workers.schedule.request.submission import SamplingParams, Submission
@@ -25,7 +25,7 @@ from tests.workers.architectures import build
 from tests.workers.draft.eagle_reference import EagleReference, write_config, write_head
 from tests.workers.draft.noted_heads import drafter_of, head_config, noting
 from tests.workers.ranks import Ranks, saved
-from tests.workers.replica.engines import tokens_of
+from tests.workers.replica.engines import greedy, tokens_of
 from tests.workers.replica.speculating import (
     MAX_MODEL_LEN,
     NUM_REQUESTS,
@@ -187,6 +187,35 @@ def test_longer_drafts_and_more_streams_are_predicted_to_take_longer(tmp_path: P
     assert drafter.seconds(0, 0) == 0
     assert 0 < drafter.seconds(1, 1) < drafter.seconds(1, 4) <= drafter.seconds(8, 4)
     assert drafter.target.vocab_size == VOCAB_SIZE
+
+
+def test_rows_that_streams_have_due_are_counted_in_the_predicted_seconds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a simulated device: a row takes a millisecond. Of two streams one has its prompt due, the other a few rows."""
+    now = 0.0
+    compute = PagedEagle.compute
+
+    def timed(head: PagedEagle, inputs: Any, states: Any, follows: Any = None) -> Any:
+        nonlocal now
+        now += 1e-3 * len(states)
+        return compute(head, inputs, states, follows)
+
+    monkeypatch.setattr(PagedEagle, "compute", timed)
+    engine: Any = engine_of(speculative_config=head_config(write_head(tmp_path, module())))
+    own = drafter_of(engine)
+    drafter = HeadDrafter(own.head, own.target, own.pages, lambda: now)
+    engine.pipeline.head = engine.speculation.drafter = drafter
+    engine.add(Submission("first", list(range(3, 27)), greedy(12)))
+    engine.step()
+    assert drafter.seconds(1, 1) == pytest.approx(24e-3, rel=0.05)
+    engine.step()
+    few = drafter.seconds(1, 1)
+    assert 1e-3 < 1.05 * few < 1.1 * 5e-3
+    assert drafter.seconds(1, 3) - few == pytest.approx(2e-3, rel=0.05)
+    engine.add(Submission("second", list(range(33, 57)), greedy(12)))
+    engine.step()
+    assert 24e-3 < drafter.seconds(2, 1) < 30e-3
 
 
 def test_head_of_fused_layers_without_an_embedding_drafts_as_in_plain_torch(tmp_path: Path) -> None:
