@@ -5,7 +5,7 @@ this are the seconds of prefill that the pages save at the replica that computes
 replica slots.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from math import inf
 from typing import NamedTuple
 
@@ -22,31 +22,12 @@ FETCH_CANDIDATES = 8
 """Replicas of least cost that are tried with a fetch. More would cost time at every decision."""
 
 
-_NONE: Slots = np.zeros(0, dtype=np.intp)
-
-
 class Fetch(NamedTuple):
     """From where a replica would fetch pages."""
 
     source: int  # its slot
     tokens: float  # of the prompt, that the source has
     seconds: float  # for which the source's link is busy with the pages
-
-
-class Sources(NamedTuple):
-    """From where replicas would fetch pages, where that pays."""
-
-    alternatives: Mapping[str, float]  # least predicted TTFT, s: at the replica with most of the prefix, with a fetch,
-    # and elsewhere without one
-    slots: Slots = _NONE  # replicas that fetch
-    fetches: Sequence[Slots | Floats] = ()  # of the replicas that fetch, in order: each field of `Fetch`
-
-    def of(self, slot: int) -> Fetch | None:
-        """Return from where the replica in a slot fetches; None: it does not."""
-        for place in (self.slots == slot).nonzero()[0]:
-            source, tokens, seconds = (figures[place] for figures in self.fetches)
-            return Fetch(int(source), float(tokens), float(seconds))
-        return None
 
 
 def with_sources(
@@ -59,8 +40,10 @@ def with_sources(
     candidates: Candidates,
     link_waits: Floats,
     tokens_at: Callable[[int], float],
-) -> Sources:
-    """Improve the prediction where replicas fetch pages and that costs less. Return from where they do.
+) -> tuple[Mapping[str, float], Mapping[int, Fetch]]:
+    """Improve the prediction where replicas fetch pages and that costs less. Return from where they do, by slot; before
+    it the least predicted TTFT, in seconds, at the replica with most of the prefix, with a fetch, and elsewhere
+    without one.
 
     Args:
         cached: tokens of the prompt that each replica has.
@@ -74,11 +57,11 @@ def with_sources(
     first = candidates.first
     sources = _best_sources(loads, cached, link_waits)
     if not len(sources):
-        return Sources({})
+        return {}, {}
     held = np.array([tokens_at(int(source)) for source in sources])
     most = float(held.max())
     if most <= cached.take(first).min():  # none has more than others, as of a text before all prompts
-        return Sources(_alternatives(here, here.ttft[:0], cached, first))
+        return _alternatives(here, here.ttft[:0], cached, first), {}
     due = due_s(here, slo, first)
     costs = prompt_costs(slo, due, here)
     saved = saved_seconds(loads, cached, np.maximum(most - cached, 0.0))
@@ -100,7 +83,7 @@ def with_sources(
     at = at[is_worth]
     tried = tried[is_worth]
     if not len(tried):
-        return Sources(_alternatives(here, here.ttft[:0], cached, first))
+        return _alternatives(here, here.ttft[:0], cached, first), {}
     fetched = predict(tried, held[best])
     before = fetched.ttft - fetched.prefill / fetched.prompt_share
     fetched.ttft += np.maximum(arrival[best, at] - before, 0.0)
@@ -108,8 +91,8 @@ def with_sources(
     is_better &= fetched.room_wait <= 0  # a replica that lacks room declines the offered pages
     alternatives = _alternatives(here, fetched.ttft, cached, first)
     here.improve(fetched, tried, is_better)
-    fetches = [each[is_better] for each in (sources[best], held[best], travel[best, at])]
-    return Sources(alternatives, tried[is_better], fetches)
+    fetches = [each[is_better].tolist() for each in (tried, sources[best], held[best], travel[best, at])]
+    return alternatives, {slot: Fetch(*fetch) for slot, *fetch in zip(*fetches, strict=True)}
 
 
 def _alternatives(here: PromptPrediction[Floats], fetched: Floats, cached: Floats, first: Slots) -> dict[str, float]:

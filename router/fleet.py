@@ -4,7 +4,7 @@ No clock and no network: time and messages come in, placements go out. Several r
 the reports of every replica, and counts its own in-flight loads only until the replica's report includes them.
 """
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Literal, NamedTuple
@@ -13,7 +13,7 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from crossdock.router import baselines
-from crossdock.router.fetching import Sources, with_sources
+from crossdock.router.fetching import Fetch, with_sources
 from crossdock.router.loading import with_loads
 from crossdock.router.loads import Slots
 from crossdock.router.placement import Candidates, Placement, SlotPair, choose, first_token_s
@@ -75,8 +75,9 @@ class _Ways(NamedTuple):
 
     prediction: Prediction[Any]
     cached: Any  # [slot]: tokens of the prompt in its pool, or loaded; not those fetched. A float of an only replica
-    loading: Slots | None = None  # replicas that load pages from tiers
-    fetches: Sources | None = None
+    loading: Sequence[int] | Slots = ()  # replicas that load pages from tiers
+    fetches: Mapping[int, Fetch] = {}  # by slot of a replica that fetches pages from another
+    alternatives: Mapping[str, float] = {}  # see `with_sources`
 
 
 @dataclass(slots=True)
@@ -151,8 +152,7 @@ class Fleet:
         else:
             policy = baselines.POLICIES[self.config.policy]
             pair = baselines.place(policy, self.table, candidates, query, ways.cached, self.num_chosen)
-        how, brought = self._brought(query, ways, pair.prefill, candidates)
-        return self._placement(query, ways, pair, how, **brought)
+        return self._placement(query, ways, pair, candidates)
 
     def book(self, query: Query, placement: Placement) -> None:
         """Count a request as given to the replicas of `placement`, to which it is on its way."""
@@ -322,7 +322,7 @@ class Fleet:
         cached = float(self.page_size * len(self.prefixes.match(self._usable(query))[0]))
         prediction = with_output(predict_prompt(row, query, cached, age), row, query, cached)
         slot = int(candidates.alone[0])
-        return self._placement(query, _Ways(prediction, cached), SlotPair(slot, slot))
+        return self._placement(query, _Ways(prediction, cached), SlotPair(slot, slot), candidates)
 
     def _with_prefixes(self, query: Query, now: float, candidates: Candidates, exclude: Collection[str]) -> "_Ways":
         """Return the prediction in which replicas load pages from tiers, or fetch them from others, where that is
@@ -346,28 +346,25 @@ class Fleet:
         def reported(slot: int) -> float:
             return size * self.prefixes.num_reported(slot, hashes)
 
-        fetches = with_sources(loads, ways.cached, ages, ways.prediction, predict, slo, candidates, waits, reported)
-        return ways._replace(fetches=fetches)
+        found = with_sources(loads, ways.cached, ages, ways.prediction, predict, slo, candidates, waits, reported)
+        return ways._replace(alternatives=found[0], fetches=found[1])
 
     def _brought(self, query: Query, ways: "_Ways", slot: int, candidates: Candidates) -> tuple[str, dict[str, Any]]:
         """Return a word for how the replica in `slot` gets pages that it lacks, and what the placement says of that."""
-        if ways.fetches is None and ways.loading is None:
-            return "", {}
-        alternatives = dict(ways.fetches.alternatives) if ways.fetches is not None else {}
-        if ways.loading is not None and len(ways.loading):
+        alternatives = dict(ways.alternatives)
+        if len(ways.loading):
             alternatives["load"] = round(float(ways.prediction.ttft[ways.loading].min()), 6)
         if alternatives and len(candidates.prefills):
             asked = self.table.loads, query, ways.cached, ways.prediction, candidates.prefills, candidates.decodes
             alternatives["ship"] = round(first_token_s(*asked), 6)
-        if ways.fetches is not None and (fetch := ways.fetches.of(slot)) is not None:
+        if fetch := ways.fetches.get(slot):
             source = self.table.replica_in(fetch.source).name
             sent = {"source": source, "source_tokens": int(fetch.tokens), "source_seconds": fetch.seconds}
-            return " fetched", sent | {"alternatives": alternatives}
-        is_loaded = ways.loading is not None and slot in ways.loading
-        return " loaded" * is_loaded, {"alternatives": alternatives}
+            return " fetched", {"alternatives": alternatives, **sent}
+        return " loaded" * (slot in ways.loading), {"alternatives": alternatives}
 
-    def _placement(self, query: Query, ways: "_Ways", pair: SlotPair, how: str = "", **brought: Any) -> Placement:
-        """Return the placement of a request on a pair of replicas. `how`, `brought`: see `_brought`."""
+    def _placement(self, query: Query, ways: "_Ways", pair: SlotPair, candidates: Candidates) -> Placement:
+        """Return the placement of a request on a pair of replicas."""
         prefill, decode, slo, prediction = pair.prefill, pair.decode, self._slo(query), ways.prediction
         first, last = self.table.replica_in(prefill), self.table.replica_in(decode)
         ttft, alone, cached = [_at(each, prefill) for each in (prediction.ttft, prediction.alone, ways.cached)]
@@ -376,6 +373,7 @@ class Fleet:
             ttft = first_token_s(self.table.loads, query, ways.cached, prediction, *slots)
         late = slo.weight * max(ttft - slo.ttft_deadline(alone), 0.0)
         late += _at(prediction.prompt_lateness, prefill) + _at(prediction.decode_lateness, decode)
+        how, brought = self._brought(query, ways, prefill, candidates)
         reason = self.config.policy + how
         if self.config.policy == "seconds":
             reason = ("local" if prefill == decode else "shipped") + how
