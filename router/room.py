@@ -27,12 +27,12 @@ def room_of(
     The second has two results of `free_later`: behind the prompts that wait for pages, and before them. Both are empty
     where a prompt of any length has room and no prompt waits."""
     num_classes = len(work.streams)
-    pages = _padded(live.room.free_pages, profile.num_pages, num_classes)
-    now = _padded(live.room.pages_now or live.room.free_pages, profile.num_pages, num_classes)
+    pages = padded(live.room.free_pages, profile.num_pages, num_classes)
+    now = padded(live.room.pages_now or live.room.free_pages, profile.num_pages, num_classes)
     before = now[-1]
     for need in work.booked_needs:
         now = [free - need if need <= free else free for free in now]  # others pass those that wait
-    slots = [free - len(work.booked_needs) for free in _padded(live.room.slots, profile.max_num_seqs, num_classes)]
+    slots = [free - len(work.booked_needs) for free in padded(live.room.slots, profile.max_num_seqs, num_classes)]
     most = profile.needs.longest_prompt
     longest = [most(free) if slot >= 1 else -1.0 for free, slot in zip(now, slots, strict=True)]
     has_room = min(longest) >= profile.max_model_len and not live.room.lacking
@@ -54,7 +54,7 @@ def room_of(
     return figures, (behind, first)
 
 
-def _padded(reported: Sequence[float], default: float, num_classes: int) -> list[float]:
+def padded(reported: Sequence[float], default: float, num_classes: int) -> list[float]:
     """Return figures for the router's classes, with a default for classes that the replica does not have."""
     return [*reported[:num_classes], *[default] * (num_classes - len(reported))]
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 from crossdock.router.loads import (
@@ -17,8 +18,8 @@ from crossdock.router.loads import (
     TierPrices,
     lateness,
 )
-from crossdock.router.room import room_of
-from crossdock.router.work import REPORTED, Group, InFlightLoad, Work
+from crossdock.router.room import padded, room_of
+from crossdock.router.work import Group, InFlightLoad, Work
 from crossdock.workers.report.live_profile import Learnt, LiveProfile
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
@@ -47,30 +48,30 @@ def row(
     """Make the row of one replica, which reported `live` at `reported_at`. `booked`: what `live` does not include.
     `paces`: keeps the last pace since the report, by its streams: most requests do not change these."""
     live = live or _IDLE
-    costs = _costs(profile, live.learnt)
+    cost, learnt = _costs(profile, live.learnt)
+    page_seconds = live.tiers.page_seconds or (0.0,)
     encoder = profile.encoder_cost.coefficients if profile.encoder_cost else (0.0, 0.0, 0.0)
-    cost = costs.step
     work = Work.of(live, len(classes), booked)
     streams = (work.context, *work.adapters, *work.streams, *work.joining)
     if streams not in paces:
         paces.clear()
-        paces[streams] = _pace(work, costs, profile, live, classes)
+        paces[streams] = _pace(work, cost, learnt, profile, live, classes)
     pace = paces[streams]
-    gap, shares = pace.now.gap, pace.shares
-    future, joining = _future(work, costs, profile, live.learnt.gap_share, classes)
+    gap = pace.now.gap
+    future, joining = _future(work, cost, learnt, profile, classes)
     groups = work.groups()
     num_groups = [max(map(len, of_class)) for of_class in zip(*groups, strict=True)]
     urgent_reported, urgent_booked = map(_urgent_seconds, groups)
-    room, ends = room_of(profile, live, booked, work, max(gap, cost.base), shares[0])
+    room, ends = room_of(profile, live, booked, work, max(gap, cost.base), pace.share)
     coming = [(each.at - reported_at, each.seconds) for each in booked if each.seconds and not each.has_first]
-    chunk_s = pace.chunk_s if pace.has_streams else _chunk_seconds(live, profile, cost, pace.prompt_steps)
-    page_seconds = live.tiers.page_seconds or (0.0,)
-    has_work = pace.has_streams or sum(work.arriving) > 0 or any(num_groups)
+    chunk_s = pace.chunk_s if pace.step_streams else _chunk_seconds(live, profile, cost, pace.prompt_steps)
+    has_work = pace.step_streams > 0 or sum(work.arriving) > 0 or any(num_groups)
     depth = profile.pipeline_parallel_size
+    interval = learnt.interval_share
     return Row(
         cost=cost,
         classes=classes,
-        pipeline=StepsInFlight(depth, costs.interval_share, gap_of(depth, costs.interval_share)),
+        pipeline=StepsInFlight(depth, interval, gap_of(depth, interval)),
         prompt_steps=pace.prompt_steps,
         pages=_page_sizes(profile, live),
         refuses_late=profile.admission == "reject" and has_work,
@@ -83,13 +84,8 @@ def row(
         joining=joining,
         room=room,
         tiers=TierPrices(page_seconds[0], page_seconds[-1], live.tiers.queue_seconds),
-        encoder=EncoderPrices(*(live.learnt.encoder_cost or encoder)),
-        shares=PromptShares(
-            max(live.shares.streams - (1 - shares[0]), 0.0),
-            [max(share, LEAST_SHARE) for share in shares],
-            _own_shares(shares, live.shares.prompts),
-            _delays_streams(profile.chunk_policy, work.streams),
-        ),
+        encoder=EncoderPrices(*(learnt.encoder_cost or encoder)),
+        shares=pace.shares,
         queue=PromptQueue(
             min([each.at for each in booked], default=reported_at) - reported_at,
             [each + live.prefills.in_flight_seconds for each in urgent_reported],
@@ -108,18 +104,11 @@ def _page_sizes(profile: SchedulingProfile, live: LiveProfile) -> PageSizes[floa
     return PageSizes(*sizes, profile.page_bytes, live.bytes_per_second or profile.bytes_per_second)
 
 
-class _Costs(NamedTuple):
-    """Prices the steps of a replica, as learnt so far or as measured at its start."""
-
-    step: StepCost
-    interval_share: float
-    overrun: float  # see `overrun_when_full`
-
-
-def _costs(profile: SchedulingProfile, learnt: Learnt) -> _Costs:
+def _costs(profile: SchedulingProfile, learnt: Learnt) -> tuple[StepCost, Learnt]:
+    """Return the cost of a replica's steps with what else it has learnt of them, or both as measured at its start."""
     if learnt.cost:
-        return _Costs(_cost_of(learnt.cost), learnt.interval_share, learnt.overrun)
-    return _Costs(profile.cost, profile.interval_share, profile.overrun)
+        return _cost_of(learnt.cost), learnt
+    return profile.cost, learnt._replace(interval_share=profile.interval_share, overrun=profile.overrun)
 
 
 def _chunk_seconds(live: LiveProfile, profile: SchedulingProfile, cost: StepCost, alone: PromptSteps) -> float:
@@ -146,7 +135,7 @@ def _joins(
     `coming`: seconds since the report at which prompts were booked, and their own, in order of time."""
     streams_s = gap if sum(work.streams) else 0.0
     later = min(live.step_seconds, gap) / 2 + (streams_s if runs_ahead else 0.0)
-    waiting = sum([seconds for _, seconds in work.waiting[REPORTED].values()]) if live.step_seconds else 0.0
+    waiting = sum([group.seconds for group in live.prefills.groups]) if live.step_seconds else 0.0
     if live.room.pages_now > live.room.free_pages:  # some wait for pages, not for a step
         waiting = min(waiting, live.prefills.started_seconds)
     waiting += sum([seconds for at, seconds in coming if at <= 0])  # on their way as the replica reported
@@ -185,10 +174,10 @@ _cost_of = lru_cache(maxsize=4096)(StepCost.of)  # rows are made far more often 
 class StepPace(NamedTuple):
     """How fast streams and prompts are with the streams of now: see `ReplicaFigures`."""
 
-    has_streams: bool
     now: StreamPace[float, Sequence[float]]
     step_streams: float
-    shares: Sequence[float]  # by priority: see `Sharing`
+    share: float  # that the streams leave to prompts of the most urgent class
+    shares: PromptShares[float, Sequence[float]]
     lent: Lent
     min_chunk: float
     chunk_s: float  # seconds that chunks take in a step beside the streams, at most
@@ -196,21 +185,25 @@ class StepPace(NamedTuple):
 
 
 def _pace(
-    work: Work, costs: _Costs, profile: SchedulingProfile, live: LiveProfile, classes: Sequence[SloClass]
+    work: Work,
+    cost: StepCost,
+    learnt: Learnt,
+    profile: SchedulingProfile,
+    live: LiveProfile,
+    classes: Sequence[SloClass],
 ) -> StepPace:
-    cost = costs.step
     depth = profile.pipeline_parallel_size
     num_streams = sum(work.streams)
-    num_steps, per_step = _steps_between_tokens(num_streams, depth, costs.interval_share)
+    num_steps = _num_steps(num_streams, depth)
     step = StepWork.of_streams(num_streams, work.context, work.adapters, num_steps)
     alone = cost.seconds(step)
-    gap = alone * per_step * live.learnt.gap_share
+    gap = alone * gap_of(num_steps, learnt.interval_share) * learnt.gap_share
     limits = ChunkLimits(
         profile.chunk_policy,
         profile.min_chunk_tokens,
         profile.max_num_batched_tokens,
         profile.page_size,
-        overrun_when_full(costs.overrun, depth, costs.interval_share),
+        overrun_when_full(learnt.overrun, depth, learnt.interval_share),
     )
     sharing = Sharing.of(cost, limits, Decoding(work.joining, work.context, work.adapters, depth), classes)
     shares = sharing.shares(len(classes))
@@ -224,11 +217,17 @@ def _pace(
         min_chunk = min(free_tokens(cost, step, 0, profile.min_chunk_tokens, alone=alone), min_chunk)
         if share < 1:
             chunk_s = min(max(gap * share / (1 - share), min_chunk * cost.per_prefill_token), chunk_s)
+    more_urgent = accumulate(padded(live.shares.prompts, 0.0, len(classes)), initial=0.0)
     return StepPace(
-        num_streams > 0,
         StreamPace(gap, lateness(gap, work.streams, classes, max), work.streams),
         step.decodes,
-        shares,
+        share,
+        PromptShares(
+            max(live.shares.streams - (1 - share), 0.0),
+            [max(each, LEAST_SHARE) for each in shares],
+            [max(each - urgent, LEAST_SHARE) for each, urgent in zip(shares, more_urgent, strict=False)],
+            _delays_streams(profile.chunk_policy, work.streams),
+        ),
         sharing.lent(0, share, live.streams.lead_s),
         min_chunk,
         chunk_s,
@@ -237,29 +236,25 @@ def _pace(
 
 
 def _future(
-    work: Work, costs: _Costs, profile: SchedulingProfile, gap_share: float, classes: Sequence[SloClass]
+    work: Work, cost: StepCost, learnt: Learnt, profile: SchedulingProfile, classes: Sequence[SloClass]
 ) -> tuple[StreamPace[float, Sequence[float]], Joining[float]]:
-    """Return the pace of the streams to come, and what one more adds. `gap_share`: see `Learnt`."""
+    """Return the pace of the streams to come, and what one more adds."""
     count = sum(work.streams) + max(sum(work.arriving), 0.0)
-    num_steps, per_step = _steps_between_tokens(count + 1, profile.pipeline_parallel_size, costs.interval_share)
+    num_steps = _num_steps(count + 1, profile.pipeline_parallel_size)
+    per_step = gap_of(num_steps, learnt.interval_share)
     context = work.context + work.future_context
     seconds, joined = [
-        costs.step.streams_seconds(each, context, work.future_adapters, num_steps) for each in (count, count + 1)
+        cost.streams_seconds(each, context, work.future_adapters, num_steps) for each in (count, count + 1)
     ]
-    gap = seconds * per_step * gap_share  # with drafts, a step brings several tokens
+    gap = seconds * per_step * learnt.gap_share  # with drafts, a step brings several tokens
     streams = [now + max(more, 0) for now, more in zip(work.streams, work.arriving, strict=True)]
-    joining = Joining((joined - seconds) * num_steps, per_step / num_steps * gap_share)
+    joining = Joining((joined - seconds) * num_steps, per_step / num_steps * learnt.gap_share)
     return StreamPace(gap, lateness(gap, streams, classes, max), streams), joining
 
 
-def _steps_between_tokens(num_streams: float, depth: int, interval_share: float) -> tuple[float, float]:
-    """Return the number of steps in which all streams get a token, and a gap divided by the seconds of one step.
-
-    Streams are spread over the steps in flight. A gap between two tokens is the latency of a step. Where stages are not
-    alike, the intervals of all these steps may take longer; then these are the gap.
-    """
-    num_steps = min(max(num_streams, 1.0), depth)
-    return num_steps, gap_of(num_steps, interval_share)
+def _num_steps(num_streams: float, depth: int) -> float:
+    """Return the number of steps in which all streams get a token: they are spread over the steps in flight."""
+    return min(max(num_streams, 1.0), depth)
 
 
 _IDLE = LiveProfile("", 0)  # a replica that has not reported yet
@@ -274,20 +269,7 @@ def _delays_streams(policy: str, streams: Sequence[float]) -> list[bool]:
 
 def _urgent_seconds(groups: Sequence[Sequence[Group]]) -> list[float]:
     """Return the seconds of prompts that are more urgent than each class. `groups`: by priority."""
-    found, more_urgent = [], 0.0
-    for of_class in groups:
-        found.append(more_urgent)
-        for _, seconds in of_class:
-            more_urgent += seconds
+    found = [0.0]
+    for of_class in groups[:-1]:
+        found.append(sum([seconds for _, seconds in of_class], found[-1]))
     return found
-
-
-def _own_shares(shares: Sequence[float], recent: Sequence[float]) -> list[float]:
-    """Return each class's share less the `recent` shares of the more urgent classes."""
-    own = []
-    more_urgent = 0.0
-    for priority, share in enumerate(shares):
-        own.append(max(share - more_urgent, LEAST_SHARE))
-        if priority < len(recent):
-            more_urgent += recent[priority]
-    return own
