@@ -25,7 +25,6 @@ from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.cost.stages import gap_of
 from crossdock.workers.schedule.first_token import (
-    Decoding,
     PromptSteps,
     Sharing,
     first_nonzero,
@@ -205,7 +204,8 @@ def _pace(
         profile.page_size,
         overrun_when_full(learnt.overrun, depth, learnt.interval_share),
     )
-    sharing = Sharing.of(cost, limits, Decoding(work.joining, work.context, work.adapters, depth), classes)
+    joined = StepWork.of_streams(sum(work.joining), work.context, work.adapters, depth)
+    sharing = Sharing.of(cost, limits, work.joining, joined, classes)
     shares = sharing.shares(len(classes))
     share = shares[0]
     steps = PromptSteps.of(profile, cost)

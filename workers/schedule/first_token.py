@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from crossdock.workers.schedule.cost.cost import AdapterWork, StepCost, StepWork
+from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.cost.formula import CostFormula
 from crossdock.workers.schedule.cost.stages import gap_of
 from crossdock.workers.schedule.policies.chunk_policies import (
@@ -121,21 +121,8 @@ def drain_seconds(
 # -- prompts beside streams ----------------------------------------------------------------------------------------
 
 
-class Decoding(NamedTuple):
-    """The requests that decode on a replica, or that are on their way to decode there."""
-
-    counts: Sequence[float]  # by priority
-    context: float  # tokens of the requests that decode now
-    adapters: AdapterWork
-    depth: int  # steps in flight, over which the requests are spread
-
-
 def overrun_when_full(overrun: float, depth: int, interval_share: float) -> float:
-    """Return the factor by which some steps take longer than predicted while the pipeline is full.
-
-    A step then ends after as many intervals as there are steps in flight, which is more than its latency where the
-    stages are not alike.
-    """
+    """Return the factor by which some steps take longer than predicted while the pipeline is full: see `gap_of`."""
     return overrun * gap_of(depth, interval_share)
 
 
@@ -147,15 +134,17 @@ class Sharing(NamedTuple):
     beside: Beside | None  # for prompts as urgent as these streams; None: there is no stream
 
     @classmethod
-    def of(cls, cost: StepCost, limits: ChunkLimits, decoding: Decoding, classes: Sequence[SloClass]) -> "Sharing":
-        """Return the steps of a replica with these requests."""
-        num_streams = sum(decoding.counts)
-        if not num_streams:
+    def of(
+        cls, cost: StepCost, limits: ChunkLimits, counts: Sequence[float], step: StepWork, classes: Sequence[SloClass]
+    ) -> "Sharing":
+        """Return the steps of a replica where requests decode, or are on their way to decode there.
+
+        `counts`: of these requests, by priority. `step`: decodes its part of them.
+        """
+        if not step.decodes:
             return cls(cost, len(classes), None)
-        streams = StepWork.of_streams(num_streams, decoding.context, decoding.adapters, decoding.depth)
-        tpot = min([slo.tpot_s for slo, count in zip(classes, decoding.counts, strict=True) if count])
-        beside = Beside(streams, cost.seconds(streams), tpot, limits, is_urgent=True)
-        return cls(cost, first_nonzero(decoding.counts), beside)
+        tpot = min([slo.tpot_s for slo, count in zip(classes, counts, strict=True) if count])
+        return cls(cost, first_nonzero(counts), Beside(step, cost.seconds(step), tpot, limits, is_urgent=True))
 
     def share(self, priority: int) -> float:
         """Return the share of a prompt's pace on an idle replica that the streams leave to a class."""

@@ -6,9 +6,8 @@ from dataclasses import dataclass, field
 from math import inf
 from typing import NamedTuple, TypeAlias
 
-from crossdock.workers.schedule.cost.cost import StepCost
+from crossdock.workers.schedule.cost.cost import StepCost, StepWork
 from crossdock.workers.schedule.first_token import (
-    Decoding,
     PromptSteps,
     Sharing,
     drain_seconds,
@@ -285,8 +284,8 @@ class Forecast:
             self.overrun_when_full,
         )
         context = sum(stream.num_tokens for stream in streams)
-        decoding = Decoding(counts, context, adapter_work(streams), self.depth)
-        return Sharing.of(cost, limits, decoding, config.slo_classes)
+        step = StepWork.of_streams(sum(counts), context, adapter_work(streams), self.depth)
+        return Sharing.of(cost, limits, counts, step, config.slo_classes)
 
     def second_token_due(self, request: Request, now: float) -> float:
         """Return the time at which a request's second token is due, where another replica computes the prompt.
