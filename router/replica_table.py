@@ -1,8 +1,10 @@
 """The replicas that one router knows: a state for each, and a slot for each in the arrays of `Loads`."""
 
 import zlib
+from collections import defaultdict
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
+from itertools import count
 from math import inf
 
 import numpy as np
@@ -21,6 +23,11 @@ from crossdock.workers.schedule.request.weight_version import WeightVersion
 
 _FIRST_CAPACITY = 8  # slots; doubled when they run out
 _SEEN = 64  # pending requests of which the row may lack one
+
+
+def _counted() -> defaultdict[str, int]:
+    """Return a mapping that gives each new key a number of its own."""
+    return defaultdict(count(1).__next__)
 
 
 @dataclass(slots=True)
@@ -159,9 +166,7 @@ class ReplicaTable:
     sends_until: Floats = field(init=False)  # [slot]: time at which the replica has sent the prefixes asked for so far
     now: float = 0.0  # time of the last choice
     _all_heard_since: float = inf  # a time since which every replica has been heard
-    _group_of: dict[str, int] = field(default_factory=dict)  # by compatibility, of the replicas there are
-    _num_groups: int = 0  # groups that there ever were
-    _by_role: dict[str, Slots] = field(default_factory=dict)
+    _group_of: dict[str, int] = field(default_factory=_counted)  # by compatibility, of the replicas there are
     _candidates: dict[tuple[bool, bool, bool], Candidates] = field(default_factory=dict)  # by what they depend on
     _dirty: set[int] = field(default_factory=set)  # slots whose rows must be made again before the next choice
     _stale: set[int] = field(default_factory=set)  # slots whose rows are made again at every choice
@@ -181,18 +186,14 @@ class ReplicaTable:
         slot = self.by_slot.index(None)
         self.by_name[name] = self.by_slot[slot] = ReplicaState(name, slot, profile)
         self.name_hashes[slot] = zlib.crc32(name.encode())
-        group = _group(name, profile)
-        if group not in self._group_of:
-            self._num_groups += 1
-            self._group_of[group] = self._num_groups
-        self.groups[slot] = self._group_of[group]
+        self.groups[slot] = self._group_of[_group(name, profile)]
         self.heard_at[slot] = self.news_at[slot] = self.sends_until[slot] = now
         self._all_heard_since = min(self._all_heard_since, now)
         self._dirty.add(slot)
         self._stale.add(slot)
         if self.newest.number:
             self.outdated.add(name)  # until it reports
-        self._forget_roles()
+        self._candidates.clear()
 
     def leave(self, name: str) -> int | None:
         """Remove a replica. Return its slot, or None if there is no such replica."""
@@ -208,7 +209,7 @@ class ReplicaTable:
         self.heard_at[replica.slot] = inf
         self._dirty.discard(replica.slot)
         self._stale.discard(replica.slot)
-        self._forget_roles()
+        self._candidates.clear()
         return replica.slot
 
     def hear(self, replica: ReplicaState, live: LiveProfile, now: float) -> None:
@@ -223,7 +224,7 @@ class ReplicaTable:
             self.outdated = set(self.by_name)
         (self.outdated.add if live.weights.number < self.newest.number else self.outdated.discard)(replica.name)
         if replica.role != role:
-            self._forget_roles()
+            self._candidates.clear()
         self.news_at[replica.slot] = now
         self.touch(replica)
 
@@ -344,7 +345,7 @@ class ReplicaTable:
         for replica in self.by_name.values():
             replica.paces.clear()
             self.touch(replica)
-        self._forget_roles()
+        self._candidates.clear()
 
     # -- candidates --------------------------------------------------------------------------------------------------
 
@@ -361,10 +362,7 @@ class ReplicaTable:
         key = may_ship, must_ship, is_prompt_alone
         if not exclude and key in self._candidates:
             return self._candidates[key]
-        mixed, prefills, decodes = (self.slots_of(role) for role in ("mixed", "prefill", "decode"))
-        if exclude:
-            out = [replica.slot for name in exclude if (replica := self.by_name.get(name)) is not None]
-            mixed, prefills, decodes = (slots[~np.isin(slots, out)] for slots in (mixed, prefills, decodes))
+        mixed, prefills, decodes = (self.slots_of(role, exclude) for role in ("mixed", "prefill", "decode"))
         first, last = (prefills, decodes) if is_prompt_alone else (decodes, prefills)
         alone = np.concatenate([mixed, first]) if len(mixed) or len(first) else last
         if not len(alone):
@@ -383,17 +381,10 @@ class ReplicaTable:
             self._candidates[key] = found
         return found
 
-    def slots_of(self, role: str) -> Slots:
-        """Return the slots of all replicas of a role, in order."""
-        if not self._by_role:
-            for each in ("mixed", "prefill", "decode"):
-                slots = [replica.slot for replica in self.by_name.values() if replica.role == each]
-                self._by_role[each] = np.array(sorted(slots), dtype=np.intp)
-        return self._by_role[role]
-
-    def _forget_roles(self) -> None:
-        self._by_role.clear()
-        self._candidates.clear()
+    def slots_of(self, role: Role, exclude: Collection[str] = ()) -> Slots:
+        """Return the slots of the replicas of a role, in order, without those of names in `exclude`."""
+        slots = [each.slot for each in self.by_name.values() if each.role == role and each.name not in exclude]
+        return np.array(sorted(slots), dtype=np.intp)
 
 
 def _group(name: str, profile: SchedulingProfile) -> str:
