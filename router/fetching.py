@@ -76,12 +76,9 @@ def with_sources(
     may = (more > 0) & (candidates.groups[sources, None] == candidates.groups[tried])
     arrival = waits + travel
     gain = may * (more / lacking * saved.take(tried) - np.maximum(arrival - before, 0.0))
-    best = gain.argmax(axis=0)
-    at = np.arange(len(tried))
-    is_worth = gain[best, at] > 0
-    best = best[is_worth]
-    at = at[is_worth]
-    tried = tried[is_worth]
+    at = np.flatnonzero(gain.max(axis=0) > 0)
+    best = gain.argmax(axis=0)[at]
+    tried = tried[at]
     if not len(tried):
         return _alternatives(here, here.ttft[:0], cached, first), {}
     fetched = predict(tried, held[best])

@@ -136,11 +136,9 @@ class Fleet:
         """
         if query.weights or self.table.paused or self.table.outdated:
             exclude = {*exclude, *self._closed_to(query)}
-        shipping, is_prompt_alone = self.config.shipping, query.is_prompt_alone
-        may_ship = query.may_ship and not is_prompt_alone and query.num_tokens >= self.page_size
-        candidates = self.table.candidates(
-            may_ship and shipping != "never", shipping == "always", exclude, is_prompt_alone=is_prompt_alone
-        )
+        may_ship = query.may_ship and not query.is_prompt_alone and query.num_tokens >= self.page_size
+        shipping = self.config.shipping if may_ship else "never"
+        candidates = self.table.candidates(shipping, exclude, is_prompt_alone=query.is_prompt_alone)
         self.num_chosen += 1
         if (placement := self._on_the_only(query, now, candidates)) is not None:
             return placement
@@ -336,8 +334,9 @@ class Fleet:
         slo = self._slo(query)
         ways = _Ways(with_output(predict(None, cached), loads, query, cached), cached)
         if by_tier:
-            loaded = with_loads(loads, cached, by_tier, ways.prediction, predict, slo, candidates)
-            ways = ways._replace(cached=loaded[0], loading=loaded[1])
+            tiers_of = self.table.tiers_of
+            loaded, loading = with_loads(loads, cached, by_tier, ways.prediction, predict, slo, candidates, tiers_of)
+            ways = ways._replace(cached=loaded, loading=loading)
         may_fetch = self.config.policy == "seconds" and self.config.shipping != "never" and query.may_ship
         if not may_fetch or len(self.table) < 2 or not cached.any():  # a lone replica can fetch from none
             return ways

@@ -10,6 +10,7 @@ import numpy as np
 from crossdock.router.loads import Loads, Slots
 from crossdock.router.placement import Candidates, due_s, least, prompt_costs
 from crossdock.router.predict import PromptPrediction
+from crossdock.workers.report.live_profile import TierLoads
 from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.first_token import loads_sooner
 from crossdock.workers.schedule.request.slo import SloClass
@@ -26,6 +27,7 @@ def with_loads(
     predict: Callable[[Slots, Floats], PromptPrediction[Floats]],
     slo: SloClass,
     candidates: Candidates,
+    tiers_of: Callable[[int], TierLoads],
 ) -> tuple[Floats, Slots]:
     """Improve the prediction where replicas load pages sooner than they compute them. Return the tokens of the prompt
     that each replica has then, and the slots of those that load.
@@ -35,6 +37,7 @@ def with_loads(
         by_tier: the same with the pages in its fastest tier, and where there is another, with those in that, too.
         here: the prediction without a load, which this changes.
         predict: returns the prediction at the replicas of some slots, with so many cached tokens each.
+        tiers_of: returns the prices of the loads of the replica in a slot.
     """
     more = by_tier[-1] - cached
     first = candidates.first
@@ -45,11 +48,13 @@ def with_loads(
     if not len(slots):
         return cached, slots
     before = cached[slots]
-    queue = loads.tiers.queue[slots]
+    tiers = [tiers_of(int(slot)) for slot in slots]
+    queue = np.array([each.queue_seconds for each in tiers])
     size = loads.pages.size[slots]
     load_s: Floats = np.zeros(len(slots))
-    for tokens, page_s in zip(by_tier, (loads.tiers.first, loads.tiers.second), strict=False):
-        load_s += loads.group_pages((tokens[slots] - before) / size, slots) * page_s[slots]
+    for tokens, number in zip(by_tier, (0, -1), strict=False):
+        page_s = np.array([each.page_seconds[number] if each.page_seconds else 0.0 for each in tiers])
+        load_s += loads.group_pages((tokens[slots] - before) / size, slots) * page_s
         before = tokens[slots]
     loaded = predict(slots, before)
     computed = here.prefill[slots] - loaded.prefill

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdock.router.work import Group
-from crossdock.workers.report.live_profile import LENGTHS, MOST_ENDS
+from crossdock.workers.report.live_profile import LENGTHS, MOST_ENDS, TierLoads
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.cost.formula import Figure, Floats, StepCosts
 from crossdock.workers.schedule.first_token import PromptSteps, largest, nothing_like
@@ -90,14 +90,6 @@ class RoomFigures(NamedTuple, Generic[One, Each]):
     longest_now: Each  # tokens of the longest prompt that waits for neither pages nor a slot
 
 
-class TierPrices(NamedTuple, Generic[One]):
-    """Prices the loads of pages from the tiers below the pool."""
-
-    first: One  # of a page, from the fastest tier
-    second: One  # the same from the second tier
-    queue: One  # until the loads that have begun will have ended
-
-
 class EncoderPrices(NamedTuple, Generic[One]):
     """Holds the coefficients of `EncoderCost`, in seconds; 0 where pictures are not encoded, or take no time."""
 
@@ -145,7 +137,6 @@ class ReplicaFigures(Generic[Costs, One, Each]):
     future: StreamPace[One, Each]  # its gap with a slot in a step for one more
     joining: Joining[One]
     room: RoomFigures[One, Each]
-    tiers: TierPrices[One]
     encoder: EncoderPrices[One]
     shares: PromptShares[One, Each]
     queue: PromptQueue[One, Each]
@@ -191,10 +182,11 @@ class ReplicaFigures(Generic[Costs, One, Each]):
 class Row(ReplicaFigures[StepCost, float, Sequence[float]]):
     """The entry of one replica in `Loads`."""
 
-    groups: Sequence[Sequence[Sequence[Group]]] = ()  # [REPORTED or BOOKED][priority]: waiting prompts by length
-    ends: Sequence[Sequence[tuple[float, float]]] = ((), ())  # (seconds since its last report, free pages) at ends of
-    # requests: BEHIND prompts that wait for pages, FIRST
-    lacking: Sequence[tuple[float, float]] = ()  # (pages, seconds waited until that report) of requests without room
+    groups: Sequence[Sequence[Sequence[Group]]]  # [REPORTED or BOOKED][priority]: waiting prompts by length
+    ends: Sequence[Sequence[tuple[float, float]]]  # (seconds since its last report, free pages) at ends of requests:
+    # BEHIND prompts that wait for pages, FIRST
+    lacking: Sequence[tuple[float, float]]  # (pages, seconds waited until that report) of requests without room
+    tiers: TierLoads  # no columns: few replicas have pages of a prompt in their tiers
 
     def waiting(self, priority: int) -> Sequence[Sequence[Sequence[float]]]:
         """Return the counts and the seconds of prompts that wait, `[position]` each: REPORTED, BOOKED."""

@@ -15,7 +15,7 @@ from crossdock.router.loads import Loads, Row, Slots, blank
 from crossdock.router.placement import Candidates
 from crossdock.router.rows import StepPace, row
 from crossdock.router.work import InFlightLoad
-from crossdock.workers.report.live_profile import Learnt, LiveProfile
+from crossdock.workers.report.live_profile import Learnt, LiveProfile, TierLoads
 from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.request.slo import SloClass
@@ -167,7 +167,7 @@ class ReplicaTable:
     now: float = 0.0  # time of the last choice
     _all_heard_since: float = inf  # a time since which every replica has been heard
     _group_of: dict[str, int] = field(default_factory=_counted)  # by compatibility, of the replicas there are
-    _candidates: dict[tuple[bool, bool, bool], Candidates] = field(default_factory=dict)  # by what they depend on
+    _candidates: dict[tuple[str, bool], Candidates] = field(default_factory=dict)  # by what they depend on
     _dirty: set[int] = field(default_factory=set)  # slots whose rows must be made again before the next choice
     _stale: set[int] = field(default_factory=set)  # slots whose rows are made again at every choice
 
@@ -235,6 +235,10 @@ class ReplicaTable:
             if replica.live is not None and not replica.has_adapter(adapter):
                 waits[replica.slot] = replica.live.adapters.load_s
         return waits
+
+    def tiers_of(self, slot: int) -> TierLoads:
+        """Return the prices of loads at the replica in a slot, as it last reported them."""
+        return self.row_of(self.replica_in(slot)).tiers
 
     def replica_in(self, slot: int) -> ReplicaState:
         replica = self.by_slot[slot]
@@ -349,17 +353,15 @@ class ReplicaTable:
 
     # -- candidates --------------------------------------------------------------------------------------------------
 
-    def candidates(
-        self, may_ship: bool, must_ship: bool, exclude: Collection[str] = (), *, is_prompt_alone: bool = False
-    ) -> Candidates:
-        """Return the slots that a request may be placed on. Without `must_ship`, pairs compete with single replicas;
-        with it, single replicas are left out if there is any pair. `is_prompt_alone`: prefill replicas compute requests
-        without an output, and decode replicas only where there is no other.
+    def candidates(self, shipping: str, exclude: Collection[str] = (), *, is_prompt_alone: bool = False) -> Candidates:
+        """Return the slots that a request may be placed on. `shipping`: auto, pairs compete with single replicas;
+        always, single replicas are left out if there is any pair; never, there are no pairs. `is_prompt_alone`: prefill
+        replicas compute requests without an output, and decode replicas only where there is no other.
 
         Raises:
             LookupError: there is no replica left to choose.
         """
-        key = may_ship, must_ship, is_prompt_alone
+        key = shipping, is_prompt_alone
         if not exclude and key in self._candidates:
             return self._candidates[key]
         mixed, prefills, decodes = (self.slots_of(role, exclude) for role in ("mixed", "prefill", "decode"))
@@ -369,9 +371,9 @@ class ReplicaTable:
             raise LookupError("no replica is left to choose from")
         near = np.concatenate([prefills, mixed])
         far = np.concatenate([decodes, mixed])
-        if not may_ship or not len(prefills) + len(decodes):
+        if shipping == "never" or not len(prefills) + len(decodes):
             near = far = near[:0]
-        elif must_ship:
+        elif shipping == "always":
             paired = prefills[np.isin(self.groups[prefills], self.groups[far])]
             if len(paired):
                 alone = alone[:0]

@@ -15,7 +15,6 @@ from crossdock.router.loads import (
     Row,
     StepsInFlight,
     StreamPace,
-    TierPrices,
     lateness,
 )
 from crossdock.router.room import padded, room_of
@@ -48,7 +47,6 @@ def row(
     `paces`: keeps the last pace since the report, by its streams: most requests do not change these."""
     live = live or _IDLE
     cost, learnt = _costs(profile, live.learnt)
-    page_seconds = live.tiers.page_seconds or (0.0,)
     encoder = profile.encoder_cost.coefficients if profile.encoder_cost else (0.0, 0.0, 0.0)
     work = Work.of(live, len(classes), booked)
     streams = (work.context, *work.adapters, *work.streams, *work.joining)
@@ -82,7 +80,6 @@ def row(
         future=future,
         joining=joining,
         room=room,
-        tiers=TierPrices(page_seconds[0], page_seconds[-1], live.tiers.queue_seconds),
         encoder=EncoderPrices(*(learnt.encoder_cost or encoder)),
         shares=pace.shares,
         queue=PromptQueue(
@@ -94,6 +91,7 @@ def row(
         groups=groups,
         ends=ends,
         lacking=[(each.pages, each.waited_s) for each in live.room.lacking if each.waited_s],
+        tiers=live.tiers,
     )
 
 

@@ -212,7 +212,7 @@ class Problem:
         self.request: Query = query("new", rng.choice([20, 300, 900]), slo_class=rng.choice(CLASSES))
         table = self.fleet.table
         table.refresh(0.0)
-        self.candidates: Candidates = table.candidates(may_ship=self.request.num_tokens >= PAGE_SIZE, must_ship=False)
+        self.candidates: Candidates = table.candidates("auto" if self.request.num_tokens >= PAGE_SIZE else "never")
         self.zeros: Floats = np.zeros(len(table.by_slot))
         self.slo = self.fleet.classes[CLASSES.index(self.request.slo_class)]
         prompt = predict_prompt(table.loads, self.request, self.zeros, self.zeros)
