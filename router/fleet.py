@@ -70,14 +70,14 @@ MOST_IN_USE = 16
 """Replicas whose cached pages are compared with those of running requests. More would cost time at every decision."""
 
 
-class _Ways(NamedTuple):
+class Ways(NamedTuple):
     """The prediction with the best way to each replica's pages of a prompt."""
 
     prediction: Prediction[Any]
     cached: Any  # [slot]: tokens of the prompt in its pool, or loaded; not those fetched. A float of an only replica
     loading: Sequence[int] | Slots = ()  # replicas that load pages from tiers
-    fetches: Mapping[int, Fetch] = {}  # by slot of a replica that fetches pages from another
     alternatives: Mapping[str, float] = {}  # see `with_sources`
+    fetches: Mapping[int, Fetch] = {}  # by slot of a replica that fetches pages from another
 
 
 @dataclass(slots=True)
@@ -155,32 +155,28 @@ class Fleet:
     def book(self, query: Query, placement: Placement) -> None:
         """Count a request as given to the replicas of `placement`, to which it is on its way."""
         self._placed[query.request_id] = query, placement.replicas
-        computing = placement.replicas[0]
-        for name in placement.replicas:
-            seconds = max(placement.prefill_seconds, _INSTANT) if name == computing else 0.0
-            decodes = name == placement.decode and not query.is_prompt_alone
-            self._book(name, query, seconds, placement.cached_tokens, decodes=decodes)
+        for replica in self._replicas_of(query.request_id):
+            seconds = max(placement.prefill_seconds, _INSTANT) if replica.name == placement.replicas[0] else 0.0
+            decodes = replica.name == placement.decode and not query.is_prompt_alone
+            self._book(replica, query, seconds, placement.cached_tokens, decodes=decodes)
         if placement.source in self.table.by_name:
             self.table.send(self.table.by_name[placement.source], placement.source_seconds)
 
     def taken(self, request_id: str, name: str, sequence: int) -> None:
         """Note that the replica has taken the request: its live profiles after number `sequence` include it."""
-        replica = self.table.by_name.get(name)
-        if replica is not None and request_id in replica.pending and replica.take(request_id, sequence):
-            self.table.touch(replica)
+        if name in self.table.by_name:
+            self.table.by_name[name].take(request_id, sequence)
 
     def first_token(self, request_id: str) -> None:
         """Note that the request's prompt is computed."""
         for replica in self._replicas_of(request_id):
-            if replica.first_token(request_id):
-                self.table.touch(replica)
+            replica.first_token(request_id)
 
     def settle(self, request_id: str) -> None:
         """Remove a request that has ended, or that no replica took."""
         for replica in self._replicas_of(request_id):
             self.prefixes.end_expected(replica.slot, self._placed[request_id][0].page_hashes)
-            if replica.settle(request_id):
-                self.table.touch(replica)
+            replica.settle(request_id)
         self._placed.pop(request_id, None)
 
     # -- reading -----------------------------------------------------------------------------------------------------
@@ -211,19 +207,15 @@ class Fleet:
         _, names = self._placed.get(request_id, (None, ()))
         return [self.table.by_name[name] for name in names if name in self.table.by_name]
 
-    def _book(self, name: str, query: Query, seconds: float, cached_tokens: int, *, decodes: bool) -> None:
-        """Count one leg of a request as given to a replica, unless that has left."""
-        replica = self.table.by_name.get(name)
-        if replica is None:
-            return
+    def _book(self, replica: ReplicaState, query: Query, seconds: float, cached_tokens: int, *, decodes: bool) -> None:
+        """Count one leg of a request as given to a replica."""
         size = replica.profile.page_size
         held = int(self._num_held(replica, query, cached_tokens)) // size
         here = min(self.prefixes.num_reported(replica.slot, query.page_hashes), cached_tokens // size)
         pages = replica.profile.needs.at_once(query.num_tokens + query.expected_output * decodes, held)
-        priority, idle = self.table.loads.priority_of(query.slo_class), max(here - held, 0)
-        in_flight = InFlightLoad(query, priority, seconds, pages, decodes, self.table.now, idle)
-        if replica.place(query.request_id, in_flight):
-            self.table.touch(replica)
+        priority = self.table.loads.priority_of(query.slo_class)
+        in_flight = InFlightLoad(query, priority, seconds, pages, decodes, self.table.now, max(here - held, 0))
+        replica.place(query.request_id, in_flight)
         self.prefixes.expect(replica.slot, query.page_hashes)
 
     def _closed_to(self, query: Query) -> Collection[str]:
@@ -320,9 +312,9 @@ class Fleet:
         cached = float(self.page_size * len(self.prefixes.match(self._usable(query))[0]))
         prediction = with_output(predict_prompt(row, query, cached, age), row, query, cached)
         slot = int(candidates.alone[0])
-        return self._placement(query, _Ways(prediction, cached), SlotPair(slot, slot), candidates)
+        return self._placement(query, Ways(prediction, cached), SlotPair(slot, slot), candidates)
 
-    def _with_prefixes(self, query: Query, now: float, candidates: Candidates, exclude: Collection[str]) -> "_Ways":
+    def _with_prefixes(self, query: Query, now: float, candidates: Candidates, exclude: Collection[str]) -> Ways:
         """Return the prediction in which replicas load pages from tiers, or fetch them from others, where that is
         best."""
         fastest, second = self.in_tiers
@@ -332,7 +324,7 @@ class Fleet:
         predict = partial(self._predict, query, ages, in_use)
         loads = self.table.loads
         slo = self._slo(query)
-        ways = _Ways(with_output(predict(None, cached), loads, query, cached), cached)
+        ways = Ways(with_output(predict(None, cached), loads, query, cached), cached)
         if by_tier:
             tiers_of = self.table.tiers_of
             loaded, loading = with_loads(loads, cached, by_tier, ways.prediction, predict, slo, candidates, tiers_of)
@@ -345,10 +337,12 @@ class Fleet:
         def reported(slot: int) -> float:
             return size * self.prefixes.num_reported(slot, hashes)
 
-        found = with_sources(loads, ways.cached, ages, ways.prediction, predict, slo, candidates, waits, reported)
-        return ways._replace(alternatives=found[0], fetches=found[1])
+        alternatives, fetches = with_sources(
+            loads, ways.cached, ages, ways.prediction, predict, slo, candidates, waits, reported
+        )
+        return ways._replace(alternatives=alternatives, fetches=fetches)
 
-    def _brought(self, query: Query, ways: "_Ways", slot: int, candidates: Candidates) -> tuple[str, dict[str, Any]]:
+    def _brought(self, query: Query, ways: Ways, slot: int, candidates: Candidates) -> tuple[str, dict[str, Any]]:
         """Return a word for how the replica in `slot` gets pages that it lacks, and what the placement says of that."""
         alternatives = dict(ways.alternatives)
         if len(ways.loading):
@@ -362,7 +356,7 @@ class Fleet:
             return " fetched", {"alternatives": alternatives, **sent}
         return " loaded" * (slot in ways.loading), {"alternatives": alternatives}
 
-    def _placement(self, query: Query, ways: "_Ways", pair: SlotPair, candidates: Candidates) -> Placement:
+    def _placement(self, query: Query, ways: Ways, pair: SlotPair, candidates: Candidates) -> Placement:
         """Return the placement of a request on a pair of replicas."""
         prefill, decode, slo, prediction = pair.prefill, pair.decode, self._slo(query), ways.prediction
         first, last = self.table.replica_in(prefill), self.table.replica_in(decode)

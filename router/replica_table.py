@@ -40,6 +40,7 @@ class ReplicaState:
     name: str
     slot: int
     profile: SchedulingProfile
+    dirty: set[int]  # of all replicas: slots whose entries in `Loads` must be written before the next choice
     live: LiveProfile | None = None
     pending: dict[str, InFlightLoad] = field(default_factory=dict)  # by request
     included: dict[str, InFlightLoad] = field(default_factory=dict)
@@ -47,6 +48,11 @@ class ReplicaState:
     paces: dict[tuple[float, ...], StepPace] = field(default_factory=dict)  # see `row`
     row: Row | None = None  # made for the last choice; None: it must be made again
     num_unseen: int = 0  # pending requests that the row lacks
+
+    def touch(self) -> None:
+        """Note that the row must be made again."""
+        self.row = None
+        self.dirty.add(self.slot)
 
     @property
     def role(self) -> Role:
@@ -107,39 +113,44 @@ class ReplicaState:
         for request_id in [key for key, sequence in self.taken.items() if sequence < live.sequence]:
             del self.taken[request_id]
             self.included[request_id] = self.pending.pop(request_id)
+        self.touch()
 
-    def take(self, request_id: str, sequence: int) -> bool:
-        """Note that live profiles after number `sequence` include the request. Return whether the known one does."""
+    def take(self, request_id: str, sequence: int) -> None:
+        """Note that the replica has taken the request: its live profiles after number `sequence` include it."""
+        if request_id not in self.pending:
+            return
         if self.live is not None and self.live.sequence > sequence:
             self.included[request_id] = self.pending.pop(request_id)
-            return True
-        self.taken[request_id] = sequence
-        return False
+            self.touch()
+        else:
+            self.taken[request_id] = sequence
 
-    def first_token(self, request_id: str) -> bool:
-        """Note that the prompt is computed. Return whether that changes the replica's row."""
-        pending = self.pending.get(request_id)
-        in_flight = pending or self.included.get(request_id)
+    def first_token(self, request_id: str) -> None:
+        """Note that the prompt is computed."""
+        in_flight = self.pending.get(request_id) or self.included.get(request_id)
         if in_flight is None or in_flight.has_first:
-            return False
+            return
         in_flight.take_first_token()
-        return pending is not None
+        if request_id in self.pending:
+            self.touch()
 
-    def place(self, request_id: str, in_flight: InFlightLoad) -> bool:
-        """Add a request. Return whether the row must be made again.
+    def place(self, request_id: str, in_flight: InFlightLoad) -> None:
+        """Add a request.
 
         A request of OpenAI's may have 2,048 inputs, which are placed one after the other. To make a row takes time for
         each pending request, so the row of many lacks up to one in `_SEEN` of them.
         """
         self.pending[request_id] = in_flight
         self.num_unseen += 1
-        return self.num_unseen * _SEEN >= len(self.pending)
+        if self.num_unseen * _SEEN >= len(self.pending):
+            self.touch()
 
-    def settle(self, request_id: str) -> bool:
-        """Remove a request. Return whether that changes the replica's row."""
+    def settle(self, request_id: str) -> None:
+        """Remove a request."""
         self.included.pop(request_id, None)
         self.taken.pop(request_id, None)
-        return self.pending.pop(request_id, None) is not None
+        if self.pending.pop(request_id, None) is not None:
+            self.touch()
 
 
 @dataclass(slots=True)
@@ -168,7 +179,7 @@ class ReplicaTable:
     _all_heard_since: float = inf  # a time since which every replica has been heard
     _group_of: dict[str, int] = field(default_factory=_counted)  # by compatibility, of the replicas there are
     _candidates: dict[tuple[str, bool], Candidates] = field(default_factory=dict)  # by what they depend on
-    _dirty: set[int] = field(default_factory=set)  # slots whose rows must be made again before the next choice
+    _dirty: set[int] = field(default_factory=set)  # see `ReplicaState`
     _stale: set[int] = field(default_factory=set)  # slots whose rows are made again at every choice
 
     def __post_init__(self) -> None:
@@ -184,7 +195,7 @@ class ReplicaTable:
         if None not in self.by_slot:
             self._allocate(2 * len(self.by_slot))
         slot = self.by_slot.index(None)
-        self.by_name[name] = self.by_slot[slot] = ReplicaState(name, slot, profile)
+        self.by_name[name] = self.by_slot[slot] = ReplicaState(name, slot, profile, self._dirty)
         self.name_hashes[slot] = zlib.crc32(name.encode())
         self.groups[slot] = self._group_of[_group(name, profile)]
         self.heard_at[slot] = self.news_at[slot] = self.sends_until[slot] = now
@@ -226,7 +237,6 @@ class ReplicaTable:
         if replica.role != role:
             self._candidates.clear()
         self.news_at[replica.slot] = now
-        self.touch(replica)
 
     def adapter_waits(self, adapter: str) -> Floats:
         """Return the seconds `[slot]` until each replica has loaded an adapter: 0 where it has, or soon will have."""
@@ -244,11 +254,6 @@ class ReplicaTable:
         replica = self.by_slot[slot]
         assert replica is not None, f"slot {slot} is empty"
         return replica
-
-    def touch(self, replica: ReplicaState) -> None:
-        """Note that the replica's row must be made again."""
-        replica.row = None
-        self._dirty.add(replica.slot)
 
     # -- rows --------------------------------------------------------------------------------------------------------
 
@@ -308,7 +313,7 @@ class ReplicaTable:
         stale = set(np.flatnonzero(now - self.heard_at > self.silence_s).tolist())
         stale |= {slot for slot in self._stale if self.replica_in(slot).live is None}
         for slot in stale ^ self._stale:
-            self.touch(self.replica_in(slot))
+            self.replica_in(slot).touch()
         self._stale = stale
         self._all_heard_since = float(self.heard_at.min())
 
@@ -348,7 +353,7 @@ class ReplicaTable:
         self.loads = blank(capacity, self.classes)
         for replica in self.by_name.values():
             replica.paces.clear()
-            self.touch(replica)
+            replica.touch()
         self._candidates.clear()
 
     # -- candidates --------------------------------------------------------------------------------------------------

@@ -72,7 +72,7 @@ def test_rows_are_made_a_few_hundred_times_for_thousands_of_requests_at_once(mon
     for number in range(2048):
         last = place(fleet, query(f"{number}", 20), 0.0)
     assert num_seen < 300 * 2048, "each placement would look at all before it: 2 million"
-    fleet.table.touch(fleet.table.by_name["a"])
+    fleet.table.by_name["a"].touch()
     exact = fleet.choose(query("new", 20), 0.0).predicted_ttft
     assert last.predicted_ttft == pytest.approx(exact, rel=1 / 32)
 
