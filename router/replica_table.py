@@ -183,6 +183,9 @@ class ReplicaTable:
     _stale: set[int] = field(default_factory=set)  # slots whose rows are made again at every choice
 
     def __post_init__(self) -> None:
+        self.groups = np.zeros(0, dtype=np.int64)
+        self.name_hashes = np.zeros(0, dtype=np.uint32)
+        self.heard_at = self.news_at = self.sends_until = np.zeros(0)
         self._allocate(_FIRST_CAPACITY)
 
     def __len__(self) -> int:
@@ -333,23 +336,13 @@ class ReplicaTable:
 
     def _allocate(self, capacity: int) -> None:
         """Make arrays for `capacity` slots and the present classes. Every row must be made again."""
-        groups = np.zeros(capacity, dtype=np.int64)
-        hashes = np.zeros(capacity, dtype=np.uint32)
-        heard_at = np.full(capacity, inf)
-        news_at = np.zeros(capacity)
-        sends_until = np.zeros(capacity)
-        if had := len(self.by_slot):
-            groups[:had] = self.groups
-            hashes[:had] = self.name_hashes
-            heard_at[:had] = self.heard_at
-            news_at[:had] = self.news_at
-            sends_until[:had] = self.sends_until
-        self.by_slot += [None] * (capacity - had)
-        self.groups = groups
-        self.name_hashes = hashes
-        self.heard_at = heard_at
-        self.news_at = news_at
-        self.sends_until = sends_until
+        new = np.zeros(capacity - len(self.by_slot))
+        self.by_slot += [None] * len(new)
+        self.groups = np.append(self.groups, new.astype(np.int64))
+        self.name_hashes = np.append(self.name_hashes, new.astype(np.uint32))
+        self.heard_at = np.append(self.heard_at, new + inf)
+        self.news_at = np.append(self.news_at, new)
+        self.sends_until = np.append(self.sends_until, new)
         self.loads = blank(capacity, self.classes)
         for replica in self.by_name.values():
             replica.paces.clear()
