@@ -2,21 +2,25 @@
 
 import asyncio
 import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
 
 from crossdock.workers.draft.head_drafter import MOST_KEPT
+from crossdock.workers.draft.mtp_head import MtpHead
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import build
 from tests.workers.draft.eagle_reference import LAYERS, EagleReference, write_head
 from tests.workers.draft.mtp_reference import plain, target_of, write_checkpoint
-from tests.workers.draft.noted_heads import drafter_of, head_config, noting
+from tests.workers.draft.noted_heads import Noted, drafter_of, head_config, noting
 from tests.workers.ranks import Ranks, saved
 from tests.workers.replica.engines import tokens_of
 from tests.workers.replica.sides import Side, closing, prompts, ship, submission
-from tests.workers.replica.speculating import History, engine_of, serve
+from tests.workers.replica.speculating import History, Oracle, engine_of, serve, speculating
 from tests.workers.worker_groups import engine_of_ranks
 
 NUM_TOKENS = 16
@@ -129,3 +133,42 @@ async def test_first_decode_step_drafts_from_the_last_states_of_an_mtp_head(tmp_
         assert len(notes[0][0]) == len(text) + 1, "of the first decode step"
         for whole, drafts in notes:
             assert drafts == plain(name).drafts(whole, len(drafts), max(len(text) - MOST_KEPT, 0))
+
+
+@dataclass
+class _OwnDrafts(Noted):
+    """Notes what a head drafts, and gives these drafts."""
+
+    def propose(self, wanted: Mapping[str, int], forced: Mapping[str, Sequence[int]] = {}) -> dict[str, list[int]]:
+        drafts = self.head.propose(wanted, forced)
+        self.notes += [(list(self.texts[name]), found) for name, found in drafts.items()]
+        return drafts
+
+
+async def test_drafts_that_share_an_indexers_choice_are_those_of_a_mixed_replica_and_as_many_are_accepted(
+    tmp_path: Path,
+) -> None:
+    """The choice does not travel: the first draft of each step makes it, on the replica that decodes.
+
+    Prompts are no longer than the states that travel. So the head reads the same rows on both.
+    """
+    name = "glm_moe_dsa"
+    config = head_config(write_checkpoint(tmp_path, name), 3, method="mtp")
+    works = [submission(prompts()[number][: 2 * number], 3 * NUM_TOKENS) for number in range(1, 9)]
+    engines = [engine_of(target=target_of(name), speculative_config=config) for _ in range(3)]
+    noted = []
+    for engine in engines[1:]:
+        head = drafter_of(engine)
+        assert isinstance(head.head, MtpHead)
+        assert head.head.choice is not None
+        noted.append(_OwnDrafts(head, Oracle({}, 0, Random(0))))
+        speculating(engine, noted[-1])
+    mixed = serve(engines[2], History(works, [0] * len(works), {}))[0]
+    async with closing(*(Side("tcp", engine=engine) for engine in engines[:2])) as (prefill, decode):
+        found = await asyncio.gather(*(ship(prefill, decode, work) for work in works))
+    assert found == [tokens_of(deltas) for deltas in mixed.values()]
+    assert sorted(noted[0].notes) == sorted(noted[1].notes)
+    assert max(len(text) for text, _ in noted[0].notes) > 2 * target_of(name).config.index_topk
+    totals = [engine.scheduler.verification.totals for engine in engines[1:] if engine.scheduler.verification]
+    assert totals[0] == totals[1]
+    assert sum(totals[0].num_accepted_at) > 0
