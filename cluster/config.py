@@ -125,7 +125,7 @@ class PoolConfig(BaseModel):
     enable_expert_parallel: bool | None = Field(
         None,
         description="Whole experts on each of the ranks that divide a layer, in place of a slice of every expert; "
-        "null: whole with enable_eplb, else what takes less time by predicted seconds.",
+        "null: whole with enable_eplb, else what takes less time.",
     )
     enable_eplb: bool = Field(
         False, description="Move whole experts between ranks by counted rows, and copy hot ones (eplb_config)."

@@ -37,7 +37,6 @@ def _worker_group_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
     from crossdock.workers.model.weights.checkpoint import resolve_model, resolve_tokenizer
     from crossdock.workers.model.weights.weights import check_division
     from crossdock.workers.replica.engine.engine_loader import engine_of_ranks
-    from crossdock.workers.replica.ranks.expert_choice import with_experts_divided
     from crossdock.workers.replica.ranks.rank_loader import driver_of, position_of
     from crossdock.workers.replica.ranks.worker_group import WorkerGroup
 
@@ -46,7 +45,6 @@ def _worker_group_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
     gpus = _gpus(spec)
     driver = driver_of(spec)
     _see_only(gpus[driver])
-    spec, _ = with_experts_divided(spec)
     check_division(path, position_of(spec, 0))
     worker_group = WorkerGroup(
         spec, "127.0.0.1", lambda _why: None

@@ -28,7 +28,7 @@ def spec_of(
     max_model_len: int | None = None,
     start_timeout_s: float = 60.0,
     rank_timeout_s: float = 20.0,
-    enable_expert_parallel: bool = False,
+    enable_expert_parallel: bool | None = False,
     eplb: EplbConfig | None = None,
     **config: Any,
 ) -> ReplicaSpec:

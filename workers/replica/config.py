@@ -323,7 +323,7 @@ class ReplicaSpec:
     tensor_parallel_size: int = 1
     pipeline_parallel_size: int = 1
     enable_expert_parallel: bool | None = False
-    """Whole experts on each tensor rank, where the model allows it; None: its driver chooses before ranks load."""
+    """Whole experts on each tensor rank, where the model allows it; None: the ranks choose before they load."""
     eplb: EplbConfig | None = None  # of whole experts that move between ranks; None: they stay
     rank_timeout_s: float = 60.0  # a rank that takes longer for its part of one step counts as hung
     start_timeout_s: float = 900.0  # until all ranks have loaded their parts

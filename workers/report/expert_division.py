@@ -1,9 +1,9 @@
-"""Predict the seconds of steps of a model whose experts are divided among ranks: as slices of all, or as whole ones.
+"""Predict the seconds of experts that ranks divide: as slices of all, or as whole ones.
 
-A rank multiplies r rows by n of the experts of a layer, of which it has a share: all of each, or a slice. It takes
+A rank multiplies r rows by n of the experts of a layer, of which it has a share: all of each, or a slice. By the data
+sheet of a GPU it takes
 
-    seconds = bytes of n experts / bandwidth + 2 · r · numbers of an expert / FLOPS
-            + 3 · r · bytes of a row / bandwidth + n · seconds of a call
+    seconds = bytes of n experts / bandwidth + 2 · r · numbers of an expert / FLOPS + 3 · r · bytes of a row / bandwidth
 
 A row is read, and what an expert makes of it is written, and read again for the sum. With slices every rank has all
 rows of all experts that a step is sent to, and each product has a part of the inner features, in whole tiles of them.
@@ -13,12 +13,12 @@ Nothing is known of the router. So experts get shares of which each division is 
 random numbers), others in each layer that is drawn, and each row is sent to unlike experts by these shares. Draws have
 a fixed seed: the same sizes always give the same seconds. The hottest of 128 experts gets five times the mean.
 
-All other products of a step take the same seconds in both divisions. Attention and the sums over ranks do too, and are
-left out.
+All else in a step takes the same seconds in both divisions, and is left out.
 """
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -26,7 +26,7 @@ import numpy.typing as npt
 
 from crossdock.workers.report.profile import Role
 
-Rows: TypeAlias = npt.NDArray[np.float64]  # of each expert of a layer
+Chosen: TypeAlias = npt.NDArray[np.int64]  # experts of each row, [rows, chosen]
 
 _MOST_ROWS = 512  # that are drawn; more rows are these, several times
 _DRAWS = 32  # layers with many rows
@@ -36,7 +36,7 @@ _MOST_DRAWS = 1024
 
 @dataclass(frozen=True, slots=True)
 class ExpertSizes:
-    """The sizes of a model from which seconds follow. Those of a rank are its part of what all divide alike."""
+    """The sizes of a model from which the seconds of its experts follow."""
 
     layers: int  # with experts
     count: int  # of experts in a layer
@@ -45,9 +45,6 @@ class ExpertSizes:
     numbers: float  # by which an expert multiplies a row
     num_bytes: float  # of an expert
     row_bytes: int  # between layers
-    rest_numbers: float = 0  # by which a rank multiplies a row beside experts
-    rest_bytes: float = 0  # that a rank reads beside experts
-    head_numbers: float = 0  # by which a rank multiplies the last row of each sequence
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,12 +53,11 @@ class ProductRates:
 
     bandwidth: float  # bytes a second
     flops: float
-    call_s: float = 0  # for the products of one expert; 0: one launch computes those of all
     tile: int = 1  # inner features that a product has at least, and a multiple of which it computes
 
 
 class StepSeconds(NamedTuple):
-    """The seconds of three steps."""
+    """The seconds that experts take in three steps."""
 
     one: float  # of one stream
     streams: float  # of as many streams as the replica takes
@@ -76,18 +72,10 @@ class StepSeconds(NamedTuple):
 
 
 def division_seconds(
-    sizes: ExpertSizes, rates: ProductRates, num_ranks: int, num_streams: int, num_tokens: int
+    sizes: ExpertSizes, rates: ProductRates, num_ranks: int, rows: Sequence[int]
 ) -> tuple[StepSeconds, StepSeconds]:
-    """Return the seconds of steps with slices of experts, and with whole ones, on `num_ranks` ranks.
-
-    Args:
-        num_streams: the most that the replica takes.
-        num_tokens: of a full chunk.
-    """
-    steps = [
-        step_seconds(sizes, rates, num_ranks, rows, logits)
-        for rows, logits in ((1, 1), (num_streams, num_streams), (num_tokens, 1))
-    ]
+    """Return the seconds of slices of experts, and of whole ones, on `num_ranks` ranks in steps of three sizes."""
+    steps = [step_seconds(sizes, rates, num_ranks, each) for each in rows]
     return StepSeconds(*(slices for slices, _ in steps)), StepSeconds(*(whole for _, whole in steps))
 
 
@@ -96,25 +84,43 @@ def is_whole_faster(slices: StepSeconds, whole: StepSeconds, role: Role) -> bool
     return float(f"{whole.loaded(role):.2g}") < float(f"{slices.loaded(role):.2g}")
 
 
-def step_seconds(
-    sizes: ExpertSizes, rates: ProductRates, num_ranks: int, rows: int, logits: int
-) -> tuple[float, float]:
-    """Return the seconds of a step with slices of experts, and with whole ones.
-
-    Args:
-        rows: of the step.
-        logits: how many of the rows get logits.
-    """
+def step_seconds(sizes: ExpertSizes, rates: ProductRates, num_ranks: int, rows: int) -> tuple[float, float]:
+    """Return the seconds of slices of experts, and of whole ones, in a step of so many rows."""
     bounds = [sizes.count * rank // num_ranks for rank in range(num_ranks)]  # as `even_range` divides
-    routings = list(_routings(sizes.count, sizes.chosen, rows))
-    sliced = [_layer_seconds(sizes, rates, each, [0], -(-sizes.inner // num_ranks)) for each in routings]
-    whole = [_layer_seconds(sizes, rates, each, bounds, sizes.inner) for each in routings]
-    products = rows * sizes.rest_numbers + logits * sizes.head_numbers
-    rest = sizes.rest_bytes / rates.bandwidth + 2 * products / rates.flops
-    return rest + sizes.layers * float(np.mean(sliced)), rest + sizes.layers * float(np.mean(whole))
+    drawn = min(rows, _MOST_ROWS)
+    num_draws = min(max(_DRAWN_NUMBERS // (drawn * sizes.count), _DRAWS), _MOST_DRAWS)
+    layers = [
+        np.bincount(each.ravel(), minlength=sizes.count).astype(np.float64) * (rows / drawn)
+        for each in islice(routings(sizes.count, sizes.chosen, drawn), num_draws)
+    ]
+    sliced = [_layer_seconds(sizes, rates, each, [0], -(-sizes.inner // num_ranks)) for each in layers]
+    whole = [_layer_seconds(sizes, rates, each, bounds, sizes.inner) for each in layers]
+    return sizes.layers * float(np.mean(sliced)), sizes.layers * float(np.mean(whole))
 
 
-def _layer_seconds(sizes: ExpertSizes, rates: ProductRates, rows_of: Rows, bounds: Sequence[int], inner: int) -> float:
+def routings(count: int, chosen: int, rows: int) -> Iterator[Chosen]:
+    """Yield the `chosen` of `count` experts of each row in layers with unknown routers, the same each time."""
+    random = np.random.default_rng(0)
+    while True:
+        shares = random.exponential(size=count)
+        order = random.exponential(size=(rows, count)) / shares  # the `chosen` that come first are drawn by shares
+        yield np.argpartition(order, chosen - 1, axis=1)[:, :chosen]
+
+
+def typical_routings(sizes: ExpertSizes, num_ranks: int, rows: int, number: int) -> list[Chosen]:
+    """Return a few of the `routings` that stand for all: their fullest ranks have evenly spaced shares of the rows."""
+    ends = [sizes.count * (rank + 1) // num_ranks for rank in range(num_ranks)]
+
+    def fullest(chosen: Chosen) -> int:
+        return int(np.bincount(np.searchsorted(ends, chosen.ravel(), side="right")).max())
+
+    drawn = sorted(islice(routings(sizes.count, sizes.chosen, rows), _DRAWS), key=fullest)
+    return [drawn[(2 * each + 1) * _DRAWS // (2 * number)] for each in range(number)]
+
+
+def _layer_seconds(
+    sizes: ExpertSizes, rates: ProductRates, rows_of: npt.NDArray[np.float64], bounds: Sequence[int], inner: int
+) -> float:
     """Return the seconds of the slowest rank in a layer whose experts have so many rows.
 
     Args:
@@ -126,15 +132,4 @@ def _layer_seconds(sizes: ExpertSizes, rates: ProductRates, rows_of: Rows, bound
     tiled = -(-inner // rates.tile) * rates.tile
     num_bytes = read * sizes.num_bytes * inner / sizes.inner + 3 * rows * sizes.row_bytes
     products = 2 * rows * sizes.numbers * tiled / sizes.inner
-    return float((num_bytes / rates.bandwidth + products / rates.flops + read * rates.call_s).max())
-
-
-def _routings(count: int, chosen: int, rows: int) -> Iterator[Rows]:
-    """Yield the rows of each expert, `[count]`, in layers with unknown routers. The seed is fixed."""
-    random = np.random.default_rng(0)
-    drawn = min(rows, _MOST_ROWS)
-    for _ in range(min(max(_DRAWN_NUMBERS // (drawn * count), _DRAWS), _MOST_DRAWS)):
-        shares = random.exponential(size=count)
-        order = random.exponential(size=(drawn, count)) / shares  # the `chosen` that come first are drawn by shares
-        first = np.argpartition(order, chosen - 1, axis=1)[:, :chosen]
-        yield (np.bincount(first.ravel(), minlength=count) * (rows / drawn)).astype(np.float64)
+    return float((num_bytes / rates.bandwidth + products / rates.flops).max())

@@ -1,44 +1,41 @@
 """Choose how ranks divide experts where the configuration leaves this open, once for all ranks of a replica."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from crossdock.workers.model.architecture import text_config
 from crossdock.workers.model.context_length import longest_request
+from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
 from crossdock.workers.model.load import dtype_of
 from crossdock.workers.model.memory.memory_fit import size_of
 from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.model.weights.formats import format_of
-from crossdock.workers.model.weights.packed_layers import count_numbers, panel_bytes
+from crossdock.workers.model.weights.packed_layers import count_numbers, packed_tensors, panel_bytes
 from crossdock.workers.model.weights.scheme import scheme_of
 from crossdock.workers.model.weights.weights import part_bytes, part_on_meta, read_config
 from crossdock.workers.replica.config import Device, ReplicaSpec
-from crossdock.workers.replica.ranks.cpu_rates import measure_rates
 from crossdock.workers.replica.ranks.device import device_of
+from crossdock.workers.replica.ranks.expert_seconds import MeasuredExperts, layer_seconds
 from crossdock.workers.replica.step_sizes import sized_for
-from crossdock.workers.report.expert_division import (
-    ExpertSizes,
-    ProductRates,
-    StepSeconds,
-    division_seconds,
-    is_whole_faster,
-)
+from crossdock.workers.report.expert_division import ExpertSizes, StepSeconds, division_seconds, is_whole_faster
 from crossdock.workers.report.model_figures import CHOSEN_EXPERTS
 from crossdock.workers.report.presets import product_rates
 
 logger = logging.getLogger("ray.serve")
 
 
-def with_experts_divided(spec: ReplicaSpec) -> tuple[ReplicaSpec, list[str]]:
+def with_experts_divided(spec: ReplicaSpec, rank: int, driver: int) -> tuple[ReplicaSpec, list[str]]:
     """Return the spec with a division of experts, and a line about each division; no line: there was no choice.
 
-    For the driver's process, before any rank loads. On a CPU it measures products for 0.1 s.
+    Before the rank loads. On CPUs experts are measured for some seconds. Collective: every rank must call it, in a
+    torch.distributed world of theirs by gloo. All get what the driver chooses.
 
     Raises:
         ValueError: the model's files cannot be read.
@@ -46,104 +43,142 @@ def with_experts_divided(spec: ReplicaSpec) -> tuple[ReplicaSpec, list[str]]:
     if spec.enable_expert_parallel is not None:
         return spec, []
     if spec.tensor_parallel_size == 1:
-        return _chosen(spec, False, [])
+        return replace(spec, enable_expert_parallel=False), []
+    answer: list[Any] = list(_choose(spec, rank))
+    dist.broadcast_object_list(answer, driver)
+    is_whole, lines = answer
+    if rank == driver:
+        for line in lines:
+            logger.info("experts as %s", line)
+    return replace(spec, enable_expert_parallel=is_whole), lines
+
+
+def _choose(spec: ReplicaSpec, rank: int) -> tuple[bool, list[str]]:
+    """Return whether experts are whole, and a line about each division. Collective."""
     device = device_of(spec)
     config = read_config(resolve_model(spec.model.path))
     if not _experts_of_a_token(config):
-        return _chosen(spec, False, [])
-    try:
-        whole = division_of(spec, config, device, is_whole=True)
-    except CannotCut:  # other layers cannot be divided either: the load says why
-        return _chosen(spec, False, [])
-    if whole.why_sliced:
-        return _chosen(spec, False, [])
-    try:
-        slices = division_of(spec, config, device, is_whole=False)
-    except CannotCut as error:
-        return _chosen(spec, True, [f"slices: not possible: {error}", f"whole: {whole}: chosen"])
-    rates = _rates(spec, config, device)
-    if rates is None:
-        why = f"chosen, as there is no data sheet of {torch.cuda.get_device_name()} from which to predict seconds"
-        return _chosen(spec, False, [f"slices: {slices}: {why}", f"whole: {whole}"])
+        return False, []
+    whole = whole_experts(spec, config, rank, device)
+    if whole.why_not:  # other layers cannot be divided either: the load says why; or the model keeps slices
+        return False, []
+    slices = sliced_experts(spec, config, rank, device, whole)
+    if slices.why_not:
+        return True, [f"slices: not possible: {slices.why_not}", f"whole: {whole}: chosen"]
     engine = sized_for(spec.engine, torch.device(device), longest_request(config, spec.model.max_model_len))
-    steps = engine.max_num_seqs, engine.max_num_batched_tokens
-    sliced_s, whole_s = division_seconds(sizes_of(config, whole), rates, spec.tensor_parallel_size, *steps)
+    rows = 1, engine.max_num_seqs, engine.max_num_batched_tokens
+    sizes = sizes_of(spec, config, device, whole)
+    if device == "cpu":
+        found = measured_seconds(spec, (slices, whole), sizes, dtype_of(spec.model, config, device), rows)
+        sliced_s, whole_s = (StepSeconds(*each) for each in found)
+        how = "measured"
+    elif (rates := product_rates(torch.cuda.get_device_name())) is not None:
+        sliced_s, whole_s = division_seconds(sizes, rates, spec.tensor_parallel_size, rows)
+        how = "predicted"
+    else:
+        why = f"chosen, as there is no data sheet of {torch.cuda.get_device_name()} from which to predict seconds"
+        return False, [f"slices: {slices}: {why}", f"whole: {whole}"]
     is_whole = is_whole_faster(sliced_s, whole_s, spec.role)
-    lines = [
-        f"slices: {slices}; {_described(sliced_s, *steps)}{': chosen' * (not is_whole)}",
-        f"whole: {whole}; {_described(whole_s, *steps)}{': chosen' * is_whole}",
+    return is_whole, [
+        f"slices: {slices}; {how} {_described(sliced_s, *rows[1:])}{': chosen' * (not is_whole)}",
+        f"whole: {whole}; {how} {_described(whole_s, *rows[1:])}{': chosen' * is_whole}",
     ]
-    return _chosen(spec, is_whole, lines)
+
+
+class _RankPart(NamedTuple):
+    """Tells the other ranks what a rank would hold. `width` to `expert_bytes` are of its whole experts."""
+
+    why_not: str = ""  # there is no such division; empty: there is
+    num_bytes: int = 0  # of weights
+    layers: int = 0  # of its stage, with experts that ranks divide
+    width: int = 0  # features of a row
+    inner: int = 0  # inner features of an expert
+    num_experts: int = 0  # of a layer, on all ranks
+    numbers: int = 0  # by which all its experts multiply a row
+    expert_bytes: int = 0  # of all its experts
 
 
 class Division(NamedTuple):
-    """Holds what the last rank of each stage has, the one with most experts. Modules are on the meta device."""
+    """A division of a model among the ranks of a replica."""
 
-    device: Device
-    modules: Sequence[Any]  # of each stage
-    experts: Sequence[Any]  # modules of whole experts, in all stages
-    num_own: int  # experts in each of these
-    num_experts: int  # of the model in a layer
-    why_sliced: str  # although whole experts were asked for
+    experts: Mapping[str, Any]  # modules of this rank's layers that have some, on the meta device, by name
+    ranks: Sequence[_RankPart]
 
-    def bytes_of(self, module: nn.Module) -> int:
-        """Return the bytes of a module's weights."""
-        return part_bytes(module) + (panel_bytes(module) if self.device == "cpu" else 0)
+    @property
+    def why_not(self) -> str:
+        """Say why the ranks cannot divide the model so; empty: they can."""
+        return next((each.why_not for each in self.ranks if each.why_not), "")
 
     def __str__(self) -> str:
-        return f"{size_of(max(map(self.bytes_of, self.modules)))} a rank"
+        return f"{size_of(max(each.num_bytes for each in self.ranks))} a rank"
 
 
-def division_of(spec: ReplicaSpec, config: Any, device: Device, *, is_whole: bool) -> Division:
-    """Return the division of a model among the ranks of `spec`. CannotCut: there is none."""
+def whole_experts(spec: ReplicaSpec, config: Any, rank: int, device: Device) -> Division:
+    """Return the division of a model in which each rank has whole experts. Collective."""
+    try:
+        module, part = _part_of(spec, config, rank, device, is_whole=True)
+    except CannotCut as error:
+        return _exchanged({}, _RankPart(f"{error}"))
+    names = {name.rpartition(".")[0]: name for name in part.experts if name in part.slices}  # others: of other stages
+    experts = {name: module.get_submodule(name) for name in names}
+    own = _RankPart(part.why_experts_are_sliced, _bytes_of(module, device), len(experts))
+    for each, name in zip(experts.values(), names.values(), strict=True):
+        inner = next(getattr(each, attribute) for attribute in _INNER if hasattr(each, attribute))
+        down = each.down_proj.numel() if isinstance(each.down_proj, Tensor) else count_numbers(each.down_proj)
+        own = own._replace(
+            width=down // (inner * len(part.experts[name])),
+            inner=inner,
+            num_experts=part.slices[name].ranges[0].whole,
+            numbers=own.numbers + count_numbers(each),
+            expert_bytes=own.expert_bytes + _bytes_of(each, device),
+        )
+    return _exchanged(experts, own)
+
+
+def sliced_experts(spec: ReplicaSpec, config: Any, rank: int, device: Device, whole: Division) -> Division:
+    """Return the division in which each rank has slices of the experts that `whole` names. Collective."""
+    try:
+        module, _ = _part_of(spec, config, rank, device, is_whole=False)
+    except CannotCut as error:
+        return _exchanged({}, _RankPart(f"{error}"))
+    experts = {name: module.get_submodule(name) for name in whole.experts}
+    return _exchanged(experts, _RankPart(num_bytes=_bytes_of(module, device)))
+
+
+def _part_of(spec: ReplicaSpec, config: Any, rank: int, device: Device, *, is_whole: bool) -> tuple[Any, ModelPart]:
+    """Return the part that a rank would hold, on the meta device. CannotCut: there is no such division."""
     scheme = format_of(spec.model.quantization, scheme_of(config.to_dict())).scheme
-    dtype = dtype_of(spec.model, config, device)
-    modules: list[Any] = []
-    experts: dict[int, Any] = {}
-    num_own = num_experts = 0
-    why_sliced = ""
-    for stage in range(spec.pipeline_parallel_size):
-        rank = (stage + 1) * spec.tensor_parallel_size - 1
-        position = RankPosition(rank, spec.tensor_parallel_size, spec.pipeline_parallel_size, is_whole)
-        module, part = part_on_meta(config, position, dtype, scheme)
-        modules.append(module)
-        why_sliced = why_sliced or part.why_experts_are_sliced
-        held = dict(module.named_modules())
-        for name, own in part.experts.items():
-            owner = held.get(name.rpartition(".")[0])  # None: of another stage
-            if owner is not None and name in part.slices:
-                experts[id(owner)] = owner
-                num_own = len(own)
-                num_experts = part.slices[name].ranges[0].whole
-    return Division(device, modules, list(experts.values()), num_own, num_experts, why_sliced)
+    position = RankPosition(rank, spec.tensor_parallel_size, spec.pipeline_parallel_size, is_whole)
+    module, part = part_on_meta(config, position, dtype_of(spec.model, config, device), scheme)
+    if packed_tensors(module):
+        module.set_experts_implementation("eager")  # one at a time, as the load has it
+    return module, part
 
 
-def sizes_of(config: Any, whole: Division) -> ExpertSizes:
-    """Return the sizes of a model of which a rank has whole experts."""
-    decoder = text_config(config)
-    numbers = sum(map(count_numbers, whole.experts))
-    num_bytes = sum(map(whole.bytes_of, whole.experts))
-    held = len(whole.experts) * whole.num_own
-    embedding = whole.modules[0].get_input_embeddings()
-    head = whole.modules[-1].get_output_embeddings()
-    num_rows = count_numbers(embedding)
-    num_logits = count_numbers(head)
-    is_one = getattr(head, "weight", None) is embedding.weight  # packed heads have none
-    is_counted_once = any(module.all_tied_weights_keys for module in whole.modules)  # by `part_bytes`
+def _exchanged(experts: Mapping[str, Any], own: _RankPart) -> Division:
+    """Return the division of which this rank has `own`. Collective."""
+    ranks: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(ranks, own)
+    return Division(experts, ranks)
+
+
+def _bytes_of(module: nn.Module, device: Device) -> int:
+    """Return the bytes of a module's weights on a device."""
+    return part_bytes(module) + (panel_bytes(module) if device == "cpu" else 0)
+
+
+def sizes_of(spec: ReplicaSpec, config: Any, device: Device, whole: Division) -> ExpertSizes:
+    """Return the sizes of the experts of a model. `whole`: the division in which each is on one rank."""
+    largest = max(whole.ranks, key=lambda each: each.numbers)
+    layers = sum(each.layers for each in whole.ranks) // spec.tensor_parallel_size
     return ExpertSizes(
-        layers=len(whole.experts),
-        count=whole.num_experts,
+        layers=layers,
+        count=largest.num_experts,
         chosen=_experts_of_a_token(config),
-        inner=next(getattr(whole.experts[0], name) for name in _INNER if hasattr(whole.experts[0], name)),
-        numbers=numbers / held,
-        num_bytes=num_bytes / held,
-        row_bytes=decoder.hidden_size * embedding.weight.itemsize,
-        rest_numbers=sum(map(count_numbers, whole.modules)) - numbers - num_rows - (0 if is_one else num_logits),
-        rest_bytes=sum(map(whole.bytes_of, whole.modules))
-        - num_bytes
-        - whole.bytes_of(embedding)
-        + (whole.bytes_of(head) if is_counted_once else 0),
-        head_numbers=num_logits,
+        inner=largest.inner,
+        numbers=sum(each.numbers for each in whole.ranks) / (layers * largest.num_experts),
+        num_bytes=sum(each.expert_bytes for each in whole.ranks) / (layers * largest.num_experts),
+        row_bytes=largest.width * dtype_of(spec.model, config, device).itemsize,
     )
 
 
@@ -157,19 +192,16 @@ _INNER = ("intermediate_dim", "intermediate_size")
 """Names that transformers' modules of experts give to the number of their inner features."""
 
 
-def _rates(spec: ReplicaSpec, config: Any, device: Device) -> ProductRates | None:
-    """Return how fast a rank computes products; None: on a GPU without a data sheet."""
-    if device == "cpu":
-        return measure_rates(dtype_of(spec.model, config, device), spec.num_threads)
-    return product_rates(torch.cuda.get_device_name())
+def measured_seconds(
+    spec: ReplicaSpec, divisions: Sequence[Division], sizes: ExpertSizes, dtype: torch.dtype, rows: Sequence[int]
+) -> list[list[float]]:
+    """Return the seconds of experts in each division, in steps of so many rows, as CPUs take them. Collective."""
+    firsts = [next(iter(each.experts.values()), None) for each in divisions]  # other layers count as these
+    ways = [MeasuredExperts(each, dtype, spec.model.cpu_kernels) for each in firsts]
+    steps = [layer_seconds(ways, sizes, spec.tensor_parallel_size, each) for each in rows]
+    return [[sizes.layers * seconds for seconds in way] for way in zip(*steps, strict=True)]
 
 
 def _described(seconds: StepSeconds, num_streams: int, num_tokens: int) -> str:
     one, streams, chunk = (f"{1000 * each:.3g} ms" for each in seconds)
-    return f"predicted {one} for 1 stream, {streams} for {num_streams}, {chunk} for a chunk of {num_tokens:,} tokens"
-
-
-def _chosen(spec: ReplicaSpec, is_whole: bool, lines: list[str]) -> tuple[ReplicaSpec, list[str]]:
-    for line in lines:
-        logger.info("experts as %s", line)
-    return replace(spec, enable_expert_parallel=is_whole), lines
+    return f"{one} for 1 stream, {streams} for {num_streams}, {chunk} for a chunk of {num_tokens:,} tokens"

@@ -2,10 +2,10 @@
 
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from crossdock.workers.model.memory.memory_fit import size_of, used
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.replica.config import EplbConfig, ReplicaSpec
 from crossdock.workers.replica.ranks.device import device_of
+from crossdock.workers.replica.ranks.expert_choice import with_experts_divided
 from crossdock.workers.replica.ranks.pool_layout import agree_on_states, choose_groups_of_ranks
 from crossdock.workers.replica.ranks.rank_network import gloo_on, use_interface_of
 from crossdock.workers.replica.step_sizes import sized
@@ -50,11 +51,13 @@ def failure_of(why: str) -> Exception:
 
 
 def position_of(spec: ReplicaSpec, rank: int) -> RankPosition:
-    """Return where `rank` stands in the worker group of a replica."""
+    """Return where `rank` stands in the worker group of a replica.
+
+    Where its ranks choose how to divide experts, these count as whole, which can be divided wherever slices can.
+    """
     copies = None if spec.eplb is None else spec.eplb.num_redundant_experts
     sizes = spec.tensor_parallel_size, spec.pipeline_parallel_size
-    assert spec.enable_expert_parallel is not None, "the driver chooses before ranks have positions"
-    return RankPosition(rank, *sizes, spec.enable_expert_parallel, copies)
+    return RankPosition(rank, *sizes, spec.enable_expert_parallel is not False, copies)
 
 
 def driver_of(spec: ReplicaSpec) -> int:
@@ -62,9 +65,15 @@ def driver_of(spec: ReplicaSpec) -> int:
     return RankPosition(0, spec.tensor_parallel_size, spec.pipeline_parallel_size).driver
 
 
-def load_rank(
-    spec: ReplicaSpec, position: RankPosition, store: Any, host: str, report: Callable[[str], None]
-) -> tuple[LoadedModel, PageBudget]:
+class LoadedRank(NamedTuple):
+    """Holds what a rank has loaded."""
+
+    model: LoadedModel
+    budget: PageBudget
+    experts: Sequence[str]  # a line about each way in which ranks could divide experts; none: there was no choice
+
+
+def load_rank(spec: ReplicaSpec, rank: int, store: Any, host: str, report: Callable[[str], None]) -> LoadedRank:
     """Join the worker group's torch.distributed world, load this rank's part, and find how many pages fit beside it.
 
     Collective: every rank must call it. `host`: the address at which this rank listens for the others. `report` gets
@@ -80,7 +89,12 @@ def load_rank(
     timeout = timedelta(seconds=spec.start_timeout_s)
     use_interface_of(host)
     gloo = gloo_on(host)
-    dist.init_process_group(gloo, store=store, rank=position.rank, world_size=position.size, timeout=timeout)
+    dist.init_process_group(gloo, store=store, rank=rank, world_size=spec.num_ranks, timeout=timeout)
+    phases.done("joined the others")
+    spec, experts = with_experts_divided(spec, rank, driver_of(spec))
+    if experts:
+        phases.done("division of experts chosen")
+    position = position_of(spec, rank)
     # NCCL's watchdog aborts the process. The driver's StepDeadline comes first, and names the reason.
     links = (
         Collectives(position, _LAST_RESORT * spec.rank_timeout_s, "nccl")
@@ -89,7 +103,6 @@ def load_rank(
     )
     if device == "cuda":
         links.use_symmetric_memory(torch.device(device))
-    phases.done("joined the others")
 
     def loaded() -> None:
         phases.done("weights read")
@@ -108,7 +121,7 @@ def load_rank(
     room = count_pages_that_fit(model, budget, spec.engine.page_size)
     if known is None:
         phases.done("memory measured")
-    return model, room
+    return LoadedRank(model, room, experts)
 
 
 def _balance(model: LoadedModel, links: Collectives, config: EplbConfig) -> ExpertBalance | None:

@@ -11,7 +11,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -94,6 +94,7 @@ class WorkerGroup:
         self._is_deaf = False  # it accepts no further connection
         self._held: HeldLayers = ()
         self._own_budget = PageBudget(0, 0)
+        self.experts: Sequence[str] = ()  # a line about each way in which the ranks could divide them
         self._strangers: dict[socket.socket, None] = {}  # oldest first
         self._listener = listen_on(host)
         self._store = WorkerGroupStore(host)
@@ -109,9 +110,9 @@ class WorkerGroup:
             ValueError: the driver or a follower refuses the model.
             RankFailed: a follower could not load its part.
         """
-        model, self._own_budget = load_rank(
+        model, self._own_budget, self.experts = load_rank(
             self.spec,
-            self.position,
+            self.position.rank,
             self._store.store,
             self.address.host,
             lambda phase: logger.info("%s: %s", self.position, phase),

@@ -17,7 +17,7 @@ from crossdock.workers.model.runner import Runner
 from crossdock.workers.model.step_messages import StepReceiver
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.ranks.pool_layout import held_layers, memory_of, pool_spec
-from crossdock.workers.replica.ranks.rank_loader import load_rank, position_of, why_failed
+from crossdock.workers.replica.ranks.rank_loader import load_rank, why_failed
 from crossdock.workers.replica.ranks.rank_memory import RankMemory
 from crossdock.workers.replica.ranks.rank_messages import (
     AdapterLoaded,
@@ -94,13 +94,12 @@ def follow(
     inbox = _listen(link, parts)
     try:
         store = dist.TCPStore(address.host, address.store_port, is_master=False)  # type: ignore[attr-defined]
-        position = position_of(spec, rank)
         own = link.own_address
-        model, budget = load_rank(spec, position, store, own, lambda phase: send(PhaseEnded(phase)))
-        send(RankReady(held_layers(model), *budget))
-        weights = NewWeights(model)
+        loaded = load_rank(spec, rank, store, own, lambda phase: send(PhaseEnded(phase)))
+        send(RankReady(held_layers(loaded.model), *loaded.budget))
+        weights = NewWeights(loaded.model)
         on_weights(weights)
-        _work(spec, rank, model, weights, inbox, parts, link, transfer_host or own)
+        _work(spec, rank, loaded.model, weights, inbox, parts, link, transfer_host or own)
     except Exception as error:
         with contextlib.suppress(OSError):
             send(RankFailure(why_failed(error), traceback.format_exc()))

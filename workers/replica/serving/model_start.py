@@ -4,7 +4,7 @@ import asyncio
 import logging
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,6 @@ from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.engine.calibrate import warm_up
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.replica.engine.engine_loader import engine_of_ranks, load_engine
-from crossdock.workers.replica.ranks.expert_choice import with_experts_divided
 from crossdock.workers.replica.ranks.rank_loader import driver_of, failure_of, position_of, why_failed
 from crossdock.workers.replica.ranks.rank_network import LOOPBACK
 from crossdock.workers.replica.ranks.rank_socket import WorkerGroupAddress
@@ -41,7 +40,7 @@ class ModelStart:
     def __init__(self, spec: ReplicaSpec) -> None:
         self._spec = spec
         self._ranks: list[Any] = []
-        self._experts: list[str] = []  # a line about each way in which ranks could divide them
+        self._experts: Sequence[str] = ()  # a line about each way in which ranks could divide them
         self._watching: set[asyncio.Task[None]] = set()
         self._starting: asyncio.Future[str] | None = asyncio.get_running_loop().create_future()  # why it failed
 
@@ -56,7 +55,7 @@ class ModelStart:
         folder = await asyncio.to_thread(resolve_model, spec.model.path)
         checkpoint = engine.model.checkpoint or await asyncio.to_thread(fingerprint, folder)
         machine = await asyncio.to_thread(describe_machine, engine.model, engine.executor.runner.graphs_text)
-        machine["experts"] = self._experts
+        machine["experts"] = list(self._experts)
         self._starting = None
         return Started(engine, profile, checkpoint, machine, folder, self._ranks)
 
@@ -84,7 +83,6 @@ class ModelStart:
             event_loop.call_soon_threadsafe(self._lost, why)
 
         path = await asyncio.to_thread(resolve_tokenizer, spec.tokenizer, spec.model.path)
-        spec, self._experts = await asyncio.to_thread(with_experts_divided, spec)
         worker_group = WorkerGroup(spec, worker_group_host(), on_lost)
         loaded: asyncio.Future[tuple[Engine, SchedulingProfile]] = event_loop.create_future()
 
@@ -107,6 +105,7 @@ class ModelStart:
         if failed.done():
             self._end_followers()
             raise failure_of(failed.result())
+        self._experts = worker_group.experts
         return loaded.result()
 
     def _start_followers(self, spec: ReplicaSpec, address: WorkerGroupAddress) -> None:
