@@ -253,7 +253,7 @@ class Scheduler:
         Ask a drafter for these drafts. Give streams and drafts to `schedule`, before anything else changes.
         """
         self.table.begin_step(now)
-        streams = self._choose_streams()
+        streams = _choose_streams(self.forecast)
         if self.verification is None:
             return streams
         return streams._replace(wanted_drafts=self.verification.wanted(streams.chosen))
@@ -271,7 +271,7 @@ class Scheduler:
         self.table.needs_preemption = False
         if self.encoding.capacity:
             self.encoding.begin_step(self.table.is_starving)
-        streams = streams or self._choose_streams()
+        streams = streams or _choose_streams(self.forecast)
         decodes = self._grow(streams.chosen)
         prefills = self._prefills.candidates(streams.prefilling)
         if self.loading.tiers.tiers:
@@ -296,22 +296,6 @@ class Scheduler:
         if self.table.tenants.in_use:
             self.forecast.charge(batch)
         return batch
-
-    def _choose_streams(self) -> Streams:
-        streams = list[Request]()
-        prefilling = list[Request]()
-        self.table.skipped = ()
-        for request in self.table.running:
-            (streams if request.is_decoding else prefilling).append(request)
-        if (depth := self.forecast.depth) > 1:
-            share = -(-len(streams) // depth)
-            landed = [stream for stream in streams if not stream.num_in_flight_tokens]
-            streams = sorted(landed, key=lambda stream: stream.due)[:share]
-        is_mixed = len({stream.priority for stream in streams}) > 1  # one class alone is never left out
-        if is_mixed and self.forecast.cost is not None and meaning_of(self.config.chunk_policy).fits_streams:
-            self.table.skipped = skip_decodes(streams, self.table.now, self.forecast.cost)
-            streams = [stream for stream in streams if stream.id not in self.table.skipped]
-        return Streams(streams, prefilling)
 
     def _grow(self, streams: Sequence[Request]) -> list[Scheduled]:
         """Return the decodes of the streams that have a page for their newest token, or get one now."""
@@ -430,6 +414,25 @@ def _limits(
     if encoding.keeps_items_whole:
         limits.append(partial(encoding.outside_items, page_size=table.pages.page_size))
     return limits
+
+
+def _choose_streams(forecast: Forecast) -> Streams:
+    """Return the streams of the next step: in a pipeline its share, and none that can wait for more urgent ones."""
+    table = forecast.table
+    streams = list[Request]()
+    prefilling = list[Request]()
+    table.skipped = ()
+    for request in table.running:
+        (streams if request.is_decoding else prefilling).append(request)
+    if (depth := forecast.depth) > 1:
+        share = -(-len(streams) // depth)
+        landed = [stream for stream in streams if not stream.num_in_flight_tokens]
+        streams = sorted(landed, key=lambda stream: stream.due)[:share]
+    is_mixed = len({stream.priority for stream in streams}) > 1  # one class alone is never left out
+    if is_mixed and forecast.cost is not None and meaning_of(table.config.chunk_policy).fits_streams:
+        table.skipped = skip_decodes(streams, table.now, forecast.cost)
+        streams = [stream for stream in streams if stream.id not in table.skipped]
+    return Streams(streams, prefilling)
 
 
 def _when_computed(table: RequestTable, has_tiers: bool) -> list[Callable[[Request], None]]:

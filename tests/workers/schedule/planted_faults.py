@@ -122,7 +122,7 @@ AHEAD = [
     Fault(
         "stages decode a stream twice",
         "scheduler",
-        "Scheduler._choose_streams",
+        "_choose_streams",
         "if not stream.num_in_flight_tokens",
         "",
     ),
