@@ -41,7 +41,7 @@ def test_start_without_a_word_on_experts_says_both_ways_and_serves_by_one(
         replicas = httpx.get(f"{url}/v1/replicas", timeout=240).raise_for_status().json()["data"]
         lines = [line for line in summary(replicas) if line.startswith("Experts: ")]
         assert [line.split()[1] for line in lines] == ["slices:", "whole:"]
-        assert all(" MiB a rank; predicted " in line for line in lines)
+        assert all(" MiB a rank; measured " in line for line in lines)
         assert sum(line.endswith(": chosen") for line in lines) == 1
         asked = prompt(0, 40)
         assert_greedy(oracle, asked, Stream(url, asked).result(), 24)
