@@ -107,15 +107,19 @@ def routings(count: int, chosen: int, rows: int) -> Iterator[Chosen]:
         yield np.argpartition(order, chosen - 1, axis=1)[:, :chosen]
 
 
-def typical_routings(sizes: ExpertSizes, num_ranks: int, rows: int, number: int) -> list[Chosen]:
-    """Return a few of the `routings` that stand for all: their fullest ranks have evenly spaced shares of the rows."""
+def routings_by_fullest(sizes: ExpertSizes, num_ranks: int, rows: int) -> list[Chosen]:
+    """Return some of the `routings`, in order of the rows of their fullest ranks."""
     ends = [sizes.count * (rank + 1) // num_ranks for rank in range(num_ranks)]
 
     def fullest(chosen: Chosen) -> int:
         return int(np.bincount(np.searchsorted(ends, chosen.ravel(), side="right")).max())
 
-    drawn = sorted(islice(routings(sizes.count, sizes.chosen, rows), _DRAWS), key=fullest)
-    return [drawn[(2 * each + 1) * _DRAWS // (2 * number)] for each in range(number)]
+    return sorted(islice(routings(sizes.count, sizes.chosen, rows), _DRAWS), key=fullest)
+
+
+def typical_routings(ordered: Sequence[Chosen], number: int) -> list[Chosen]:
+    """Return a few of `routings_by_fullest` that stand for all: evenly spaced ones."""
+    return [ordered[(2 * each + 1) * len(ordered) // (2 * number)] for each in range(number)]
 
 
 def _layer_seconds(

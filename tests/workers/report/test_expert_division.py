@@ -17,6 +17,7 @@ from crossdock.workers.report.expert_division import (
     division_seconds,
     is_whole_faster,
     routings,
+    routings_by_fullest,
     step_seconds,
     typical_routings,
 )
@@ -106,7 +107,7 @@ def test_typical_routings_have_fullest_ranks_as_full_as_those_of_many_in_the_mea
     def fullest(chosen: Chosen) -> float:
         return float(np.bincount(chosen.ravel() // 10, minlength=3).max() / chosen.size)
 
-    shares = [fullest(each) for each in typical_routings(sizes, 3, 512, number)]
+    shares = [fullest(each) for each in typical_routings(routings_by_fullest(sizes, 3, 512), number)]
     assert shares == sorted(shares)
     assert len(shares) == number
     many = [fullest(each) for each in islice(routings(30, 2, 512), 200)]

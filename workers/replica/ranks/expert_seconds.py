@@ -11,7 +11,7 @@ from torch import Tensor
 from crossdock.kernels.options import CpuKernels
 from crossdock.workers.model.layers.coded_products import compute_from_codes
 from crossdock.workers.model.weights.packed_layers import packed_tensors
-from crossdock.workers.report.expert_division import Chosen, ExpertSizes, typical_routings
+from crossdock.workers.report.expert_division import Chosen, ExpertSizes, routings_by_fullest, typical_routings
 
 _MEASURED_S = 0.5  # of steps of one size in one division, and at least one routing
 _MOST_ROUTINGS = 8
@@ -64,8 +64,8 @@ def layer_seconds(ways: Sequence[MeasuredExperts], sizes: ExpertSizes, num_ranks
         turns = [[run(way, torch.from_numpy(chosen)) for way in ways] for _ in range(_REPEATS)]
         return [min(seconds) for seconds in zip(*turns, strict=True)]
 
-    (first,) = typical_routings(sizes, num_ranks, rows, 1)
-    seconds = max(in_turn(first))  # the same on all ranks
+    drawn = routings_by_fullest(sizes, num_ranks, rows)
+    seconds = max(in_turn(*typical_routings(drawn, 1)))  # the same on all ranks
     number = max(1, min(int(_MEASURED_S / _REPEATS / max(seconds, 1e-6)), _MOST_ROUTINGS))
-    found = [in_turn(each) for each in typical_routings(sizes, num_ranks, rows, number)]
+    found = [in_turn(each) for each in typical_routings(drawn, number)]
     return [sum(way) / number for way in zip(*found, strict=True)]
