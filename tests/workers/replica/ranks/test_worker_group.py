@@ -132,7 +132,7 @@ def test_stages_have_as_many_steps_in_flight(ranks: Ranks, tmp_path: Path) -> No
 
 
 def test_warm_up_and_kv_bytes_of_a_worker_group_are_of_all_ranks(ranks: Ranks, tmp_path: Path) -> None:
-    """The bytes are advertised, and counted for a request that is aborted after two chunks."""
+    """The bytes are advertised, and counted for a request that is aborted before its last chunk."""
     path = saved(build("llama", {}), tmp_path)
     whole = load_model(ModelSpec(str(path), "float32")).layout(16)
     with engine_of_ranks(ranks, path, 2, 2) as engine:
@@ -148,10 +148,11 @@ def test_warm_up_and_kv_bytes_of_a_worker_group_are_of_all_ranks(ranks: Ranks, t
             engine.finish_step()
         cancelled = engine.abort("long")
         assert cancelled is not None
-        assert cancelled.num_computed_tokens == 160
+        computed = cancelled.num_computed_tokens
+        assert 0 < computed < 220, "the size of a chunk follows the seconds measured on this machine"
         metrics.aborted(timelines.aborted("long", engine.clock(), 0))
         found = metrics.registry.get_sample_value("crossdock_cancelled_kv_bytes_total")
-        assert found == 10 * whole.page_bytes
+        assert found == -(-computed // 16) * whole.page_bytes
 
         assert (profile.tensor_parallel_size, profile.pipeline_parallel_size) == (2, 2)
         assert profile.cost.seconds(StepWork(decodes=1, context=8)) > 0
