@@ -15,7 +15,7 @@ import psutil
 import pytest
 from hypothesis import settings
 
-from tests import file_seconds, less_work, limits, soak
+from tests import file_seconds, less_work, limits, slowness, soak
 from tests.own_folders import make_own_folders, share_kernels, written_home
 
 # The same examples in every run: a change is refused for what it does. `--hypothesis-profile=random` looks for others.
@@ -33,7 +33,7 @@ def anyio_backend() -> str:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    for plugin in (limits, file_seconds, less_work, soak):
+    for plugin in (limits, file_seconds, less_work, soak, slowness):
         config.pluginmanager.register(plugin)
 
 

@@ -110,6 +110,7 @@ def _fork_workers(listener: socket.socket) -> None:
     sys.stdin = open(0, closefd=False)  # noqa: SIM115
     select.select([0], [], [])  # not sooner: Ray gives its own processes a few seconds to start
     importlib.import_module("tests.known_seconds").give_known_seconds()
+    importlib.import_module("tests.slowness").slow_down()
     try:
         fork_workers({"any": IMPORTED}, os.getppid())
     finally:

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import httpx
@@ -9,12 +10,14 @@ import openai
 import pytest
 from transformers import PreTrainedTokenizerFast
 
+from crossdock.cluster.api import endpoints
 from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
 from crossdock.cluster.api.http.http_config import HttpConfig
+from crossdock.cluster.api.http.limits import Ledger
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
 from tests.cluster.api.one_model import one_model_api
 from tests.cluster.api.scripted_api import LiveServer, ScriptedDispatcher, Serve, serving
-from tests.waiting import eventually
+from tests.waiting import Clock, eventually
 
 
 @pytest.fixture(scope="session")
@@ -61,6 +64,12 @@ def serve(engine: ScriptedDispatcher, tokenizer: ModelTokenizer) -> Iterator[Ser
             return stack.enter_context(serving(engine, tokenizer, HttpConfig.model_validate(fields), defaults))
 
         yield start
+
+
+@pytest.fixture
+def stopped_minute(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let no time pass for the limits of keys: on a slow machine they fill again between two requests."""
+    monkeypatch.setattr(endpoints, "Ledger", partial(Ledger, clock=Clock()))
 
 
 @pytest.fixture

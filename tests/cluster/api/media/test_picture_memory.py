@@ -17,6 +17,7 @@ from crossdock.cluster.api.media.media import Media, MediaLimits, PictureMetrics
 from crossdock.cluster.api.media.memory import PictureMemory
 from crossdock.cluster.api.media.processes import PicturesBusy, ReadyPicture
 from tests.cluster.api.media.picture_models import data_url, encoded, opened, picture
+from tests.waiting import until
 
 MEMORY = 1 << 20
 REGISTRY = CollectorRegistry()
@@ -151,10 +152,10 @@ async def test_pictures_of_a_client_that_has_left_are_not_processed(media: Media
     pictures = [each for seed in range(20) for each in one(16, seed)]
     leaving = asyncio.create_task(media.prepare(pictures, salt=""))
     other = asyncio.create_task(media.prepare(pictures[:1], salt=""))  # waits for the first one too
-    await asyncio.sleep(0.05)
+    await until(lambda: metric("seconds_count") > before)
     leaving.cancel()
     with pytest.raises(asyncio.CancelledError):
         await leaving
     assert len(await other) == 1
     assert await media.prepare(one(16, 30), salt="")
-    assert 2 <= metric("seconds_count") - before < 15  # a few had begun
+    assert 2 <= metric("seconds_count") - before < 15, "those that two processes had begun"

@@ -107,6 +107,7 @@ async def test_cut_texts_have_the_vectors_of_what_is_left(tokenizer: ModelTokeni
             close(answer.json()["data"][0]["embedding"], expected(left))
 
 
+@pytest.mark.usefixtures("stopped_minute")
 async def test_class_key_and_limits_hold_as_for_completions(tokenizer: ModelTokenizer) -> None:
     keys = [{"key": "few", "classes": ["standard"], "tokens_per_minute": 100}]
     async with serving(tokenizer, keys=keys) as api:

@@ -22,6 +22,7 @@ from tests.waiting import eventually
 
 FLEET = ({"name": "prefill", "emulated": "l4-8b"}, {"name": "decode", "replicas": 2, "emulated": "l4-8b"})
 LATER = {"name": "mixed", "emulated": "l4-8b", "replicas": 0, "max_replicas": 1}
+NUM_TRIES = 5  # to kill a replica in mid-stream
 SCALING = {"interval_s": 0.2, "devices": {"CPU": 8}}
 
 
@@ -51,18 +52,29 @@ def stream(url: str, model: str = "smol", num_tokens: int = 600, name: str = "")
     return TokenStream(url, "/v1/completions", body, name)
 
 
+def begun(url: str, name: str = "") -> TokenStream:
+    """Return a stream that has some tokens."""
+    found = stream(url, name=name)
+    eventually(lambda: len(found.tokens) > 5, "no stream")
+    return found
+
+
 def test_killed_emulated_replica_leaves_its_stream_the_tokens_of_an_undisturbed_one(url: str, whole: list[int]) -> None:
-    """The pages of both streams came from another replica."""
+    """The pages of both streams came from another replica. On a busy machine a stream may end before the replica is
+    found and killed: then another stream is tried."""
     assert len(whole) == 60
-    disturbed = stream(url)
-    eventually(lambda: len(disturbed.tokens) > 5, "no stream")
-    decoding = {each["replica"] for each in disturbed.timelines()} & {*processes("smol-decode")}
-    for replica in decoding:
-        processes("smol-decode")[replica].kill()
-    assert len(disturbed.tokens) < 60, "the replica was killed in mid-stream"
-    assert disturbed.result() == whole
-    assert len(decoding) == 1
-    wait_until_whole(url, 3)
+    for _ in range(NUM_TRIES):
+        disturbed = begun(url)
+        decoding = {each["replica"] for each in disturbed.timelines()} & {*processes("smol-decode")}
+        for replica in decoding:
+            processes("smol-decode")[replica].kill()
+        was_caught = len(disturbed.tokens) < 60
+        assert disturbed.result() == whole
+        assert len(decoding) == 1
+        wait_until_whole(url, 3)
+        if was_caught:
+            break
+    assert was_caught, "no replica was killed in mid-stream"
 
 
 def test_replicas_say_that_their_devices_are_emulated(url: str) -> None:
@@ -90,12 +102,16 @@ def test_request_for_model_without_replica_starts_one_and_waits_unless_its_class
 
 
 def test_loss_of_one_models_replica_leaves_the_other_models_stream_undisturbed(url: str, whole: list[int]) -> None:
-    httpx.post(f"{url}/v1/completions", json={"model": "later", "prompt": "a", "max_tokens": 1}, timeout=240)
-    disturbed = stream(url, name="undisturbed")
-    eventually(lambda: len(disturbed.tokens) > 5, "no stream")
-    (victim,) = processes("later-mixed").values()
-    victim.kill()
-    assert disturbed.is_alive(), "the replica was killed in mid-stream"
-    assert disturbed.result() == whole
-    assert {each["epoch"] for each in timelines(url, "undisturbed")} == {0}, "the stream was placed once"
-    assert len(stream(url, "later").result()) == 60, "Serve starts another replica, for which requests wait"
+    for number in range(NUM_TRIES):
+        httpx.post(f"{url}/v1/completions", json={"model": "later", "prompt": "a", "max_tokens": 1}, timeout=240)
+        undisturbed = begun(url, f"undisturbed-{number}")
+        (victim,) = processes("later-mixed").values()
+        victim.kill()
+        was_caught = undisturbed.is_alive()
+        assert undisturbed.result() == whole
+        placed = {each["epoch"] for each in timelines(url, undisturbed.request_id)}
+        assert placed == {0}, "the stream was placed once"
+        assert len(stream(url, "later").result()) == 60, "Serve starts another replica, for which requests wait"
+        if was_caught:
+            break
+    assert was_caught, "no replica was killed in mid-stream"

@@ -53,7 +53,7 @@ def path(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def victim(path: Path) -> Iterator[Victim]:
-    victim = Victim(path, rank_timeout_s=3.0)
+    victim = Victim(path, rank_timeout_s=240.0)
     yield victim
     victim.close()
 
@@ -81,8 +81,12 @@ def test_killed_rank_is_noticed_at_once(victim: Victim) -> None:
     assert victim.lost.empty(), "reported once"
 
 
-def test_hung_rank_is_noticed_at_the_deadline(victim: Victim) -> None:
-    assert harm(victim, signal.SIGSTOP) > 2
+def test_hung_rank_is_noticed_at_the_deadline(path: Path) -> None:
+    victim = Victim(path, rank_timeout_s=6.0)  # no step before it hangs may take so long, on a slow machine either
+    try:
+        assert harm(victim, signal.SIGSTOP) > 5
+    finally:
+        victim.close()
     assert "rank 0 " in victim.lost.get(timeout=240)  # the rank that waited for the other
 
 
