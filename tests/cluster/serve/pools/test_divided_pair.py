@@ -24,7 +24,7 @@ from tests.waiting import eventually
 
 POOLS: tuple[dict[str, Any], ...] = (
     {"name": "prefill", "tensor_parallel_size": 2},
-    {"name": "decode", "pipeline_parallel_size": 2, "rank_timeout_s": 3},
+    {"name": "decode", "pipeline_parallel_size": 2, "rank_timeout_s": 10},
     {"name": "mixed"},
 )
 PAGE_BYTES = 4 * 2 * 2 * 64 * 16 * 4  # of all ranks: layers, heads, keys and values, their size, tokens, bytes of one

@@ -191,15 +191,24 @@ def test_prefill_replica_killed_during_a_transfer_leaves_its_work_to_decode(url:
     assert 0 < sum(after.values()) - sum(before.values()) <= len(stream.prompt) + 2 * CHUNK, stream.timelines()
 
 
+def has_ended_or_has(stream: Stream, num_tokens: int) -> bool:
+    return len(stream.tokens) >= num_tokens or not stream.is_alive()
+
+
 def test_decode_replica_killed_in_mid_stream_leaves_its_stream_to_another(url: str, oracle: PreTrainedModel) -> None:
-    """The other one starts from the pages that prefill still has; no token is repeated or changed."""
-    replicas = pools.everyone()
-    before = pools.prompt_tokens(url, replicas)
-    decodes = processes("decode")
-    stream, replica = pools.shipping_stream(url, 400)
-    eventually(lambda: len(stream.tokens) >= 20 or not stream.is_alive())
-    decodes[replica].kill()
-    assert len(stream.tokens) < 400, "the stream ended before its replica was killed"
+    """The other one starts from the pages that prefill still has; no token is repeated or changed. On a busy machine a
+    stream may end before its replica is killed: then another stream is tried."""
+    for _ in range(5):
+        pools.wait_until_whole(url)
+        replicas = pools.everyone()
+        before = pools.prompt_tokens(url, replicas)
+        decodes = processes("decode")
+        stream, replica = pools.shipping_stream(url, 400)
+        eventually(partial(has_ended_or_has, stream, 20))
+        decodes[replica].kill()
+        if was_caught := len(stream.tokens) < 400:
+            break
+    assert was_caught, "all streams ended before their replicas were killed"
     assert_greedy(oracle, stream.prompt, stream.result(), 400)
     left = [name for name in replicas if name != replica]
     after = pools.prompt_tokens(url, left)
