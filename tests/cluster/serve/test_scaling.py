@@ -13,7 +13,7 @@ from tests.cluster.clients import Clients
 from tests.cluster.serve.pools import served_pools as pools
 from tests.waiting import eventually
 
-UTILISATION = 0.02  # a step of a dozen streams takes some percent of the time that their class allows
+UTILISATION = 0.002  # a step of a dozen streams takes some percent of what their class allows; on fast cores, less
 SETTINGS: dict[str, Any] = {
     "engine.max_num_seqs": 16,
     "scaling": {"interval_s": 0.5, "up_delay_s": 1, "down_delay_s": 2, "utilisation": UTILISATION},
