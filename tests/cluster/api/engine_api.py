@@ -2,7 +2,7 @@
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Coroutine, Iterator
+from collections.abc import AsyncIterator, Coroutine, Iterable, Iterator
 from contextlib import aclosing, contextmanager
 from typing import Any, Self
 
@@ -91,6 +91,26 @@ class EngineApi:
         gate.set()
         return tasks, await again
 
+    async def beside(
+        self, streams: Iterable[Coroutine[Any, Any, httpx.Response]], asking: Coroutine[Any, Any, httpx.Response]
+    ) -> list[httpx.Response]:
+        """Begin streams at a single replica and, between two of its steps, a request beside them. Return all answers.
+
+        So steps are shared, however fast the engine and however busy the event loop is.
+        """
+        thread = self.replicas[0].engine_thread
+        gate = await hold(thread)
+        try:
+            tasks = [asyncio.create_task(each) for each in streams]
+            while sum(request.is_decoding for request in thread.engine.scheduler.table.running) < len(tasks):
+                gate = await hold(thread, gate)
+            num_posted = thread.num_posted
+            tasks.append(asyncio.create_task(asking))
+            await posted(thread, num_posted + 1)
+        finally:
+            gate.set()
+        return list(await asyncio.gather(*tasks))
+
     async def get(self, path: str, key: str = "none") -> httpx.Response:
         return await self.http.get(f"/v1/requests{path}", headers={"authorization": f"Bearer {key}"})
 
@@ -131,22 +151,9 @@ class LiveApi:
     def work(self, key: str = "mine") -> None:
         """Serve two streams and, while they have tokens to come, a prompt that is long for this engine."""
 
-        async def several() -> list[httpx.Response]:
-            thread = self.api.replicas[0].engine_thread
-            table = thread.engine.scheduler.table
-            gate = await hold(thread)
-            try:
-                streams = [asyncio.create_task(self.api.ask("standard", 20, key=key, max_tokens=60)) for _ in range(2)]
-                while sum(request.is_decoding for request in table.running) < len(streams):
-                    gate = await hold(thread, gate)
-                asking = self.api.ask("standard", 230, key=key, **{"request-id": f"of-{key}"})
-                prompt, num_posted = asyncio.create_task(asking), thread.num_posted
-                await posted(thread, num_posted + 1)
-            finally:
-                gate.set()
-            return list(await asyncio.gather(*streams, prompt))
-
-        assert [answer.status_code for answer in self.call(several())] == [200] * 3
+        streams = [self.api.ask("standard", 20, key=key, max_tokens=60) for _ in range(2)]
+        asking = self.api.ask("standard", 230, key=key, **{"request-id": f"of-{key}"})
+        assert [answer.status_code for answer in self.call(self.api.beside(streams, asking))] == [200] * 3
 
 
 @contextmanager

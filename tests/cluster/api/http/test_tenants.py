@@ -81,20 +81,14 @@ def test_nothing_that_a_key_sees_changes_with_the_requests_of_another(api: LiveA
 def test_own_chunks_beside_the_streams_of_another_show_no_figure_of_those(api: LiveApi) -> None:
     """Steps that both share: how many streams there were, and what the step was predicted to take, are left out."""
 
-    async def together() -> list[httpx.Response]:
-        theirs = [api.api.ask("standard", LENGTHS["theirs"], key="theirs", max_tokens=60) for _ in range(3)]
-        tasks = [asyncio.create_task(one) for one in theirs]
-        while not any(live["num_output_tokens"] for live in await api.api.dispatcher.live_requests(None)):
-            await asyncio.sleep(0.001)
-        own = await api.api.ask("standard", LENGTHS["mine"], key="mine", **{"request-id": "of-mine"})
-        return [own, *await asyncio.gather(*tasks)]
-
-    assert [answer.status_code for answer in api.call(together())] == [200] * 4
+    theirs = [api.api.ask("standard", LENGTHS["theirs"], key="theirs", max_tokens=60) for _ in range(3)]
+    own = api.api.ask("standard", LENGTHS["mine"], key="mine", **{"request-id": "of-mine"})
+    assert [answer.status_code for answer in api.call(api.api.beside(theirs, own))] == [200] * 4
     (operators,) = get(api, "/v1/requests/of-mine", "operator")["requests"]
     assert any(chunk["num_decodes"] for chunk in operators["chunks"]), "the steps were shared"
-    (own,) = get(api, "/v1/requests/of-mine")["requests"]
-    assert own["num_shared_decode_steps"] is None
-    assert {chunk[name] for chunk in own["chunks"] for name in ("num_decodes", "predicted_s", "limit")} == {None}
+    (shown,) = get(api, "/v1/requests/of-mine")["requests"]
+    assert shown["num_shared_decode_steps"] is None
+    assert {chunk[name] for chunk in shown["chunks"] for name in ("num_decodes", "predicted_s", "limit")} == {None}
     (replica,) = get(api, "/v1/replicas")["data"]
     assert replica["pages"] is None
     assert replica["steps"]
