@@ -1,5 +1,6 @@
 """Check what a script can of tests: each test asserts something, none waits for a fixed time or without a deadline, and
-none gives up a request, a process, a thread or a condition before a slow machine has got so far.
+none gives up a request, a process, a thread or a condition before a slow machine has got so far, or asserts that it was
+faster.
 
 Usage: python .ci/checks_of_tests.py. Prints one line per violation and exits with 1 if there is any. A test asserts
 when it has an assert, expects an exception or a warning, or calls a function of tests that asserts.
@@ -142,6 +143,18 @@ def check_patience(path: str, tree: ast.Module) -> Iterator[str]:
             yield f"{path}:{node.lineno}: gives up after {seconds:g} s; a slow machine needs {PATIENCE_S}"  # type: ignore[attr-defined]
 
 
+def check_speed(path: str, tree: ast.Module) -> Iterator[str]:
+    """Yield asserts that the clock went on by less than a slow machine needs."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Compare(
+                left=ast.BinOp(left=ast.Call(func=ast.Attribute(attr="monotonic" | "perf_counter")), op=ast.Sub()),
+                ops=[ast.Lt() | ast.LtE()],
+                comparators=[ast.Constant(value=int() | float() as seconds)],
+            ) if seconds < PATIENCE_S:
+                yield f"{path}:{node.lineno}: must be over in {seconds:g} s; a slow machine needs {PATIENCE_S}"
+
+
 def _patience(node: ast.AST) -> float:
     """Return the constant seconds that a call waits at most, or that a deadline is away; 0 where there are none."""
     given: ast.expr | None = None
@@ -196,6 +209,7 @@ def violations(sources: dict[str, str]) -> Iterator[str]:
             yield from check_assertions(path, tree, asserting)
         yield from check_requests(path, tree)
         yield from check_patience(path, tree)
+        yield from check_speed(path, tree)
         found = list(check_waits(path, tree))
         if len(found) > ALLOWED[path]:
             yield from found

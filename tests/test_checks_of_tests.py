@@ -29,6 +29,8 @@ def check() -> ModuleType:
         ("async def f():\n    async with asyncio.timeout(5):\n        await g()\n", "gives up after 5 s"),
         ("def f():\n    eventually(g, 'never', 120)\n", "gives up after 120 s"),
         ("def f():\n    deadline = time.monotonic() + 60\n", "gives up after 60 s"),
+        ("def f():\n    assert time.monotonic() - begin < 25\n", "must be over in 25 s"),
+        ("def f():\n    assert (time.perf_counter() - begin <= 0.5) == is_fast\n", "must be over in 0.5 s"),
     ],
 )
 def test_planted_violation_is_reported(check: ModuleType, source: str, complaint: str) -> None:
@@ -50,6 +52,7 @@ def test_planted_violation_is_reported(check: ModuleType, source: str, complaint
         "def f():\n    eventually(g, 'never')\n    thread.join(0.1)\n    thread.join()\n    ', '.join(names)\n",
         "def f():\n    model.start(seconds=3)\n    receiver.wait(request, 1, 2.0)\n",
         "def f():\n    time.sleep(600)\n",
+        "def f():\n    assert 0.2 < time.monotonic() - begin\n    assert time.monotonic() - begin < 240\n",
         "def f():\n    httpx.get(url, timeout=240)\n    httpx.AsyncClient(transport=app)\n",
         "async def f():\n    while g():\n        await asyncio.sleep(0)\n",
     ],

@@ -164,7 +164,7 @@ def test_fault_of_the_store_ends_within_its_deadline_and_the_next_request_is_rig
     with pytest.raises(OSError, match="Error"):
         read(tier, key_of(1))
     assert tier.changes() == (set(), set())
-    assert time.monotonic() - started < 200, "of a hang without a deadline"
+    assert time.monotonic() - started < 240, "of a hang without a deadline"
     server.faults = {}
     assert read(tier, key_of(1)) == CONTENT
     assert tier.changes() == ({key_of(1)}, set()), "a page that could not be read is told of again"
