@@ -18,15 +18,26 @@ OPEN_TO_OTHERS = (
 )
 
 
-NOT_TEMPLATE_VARIABLES = frozenset(  # requests have fields of their own for these
+NOT_TEMPLATE_VARIABLES = frozenset(  # requests have fields for these, or transformers takes them itself
     {
         "add_generation_prompt",
         "chat_template",
         "continue_final_message",
         "conversation",
+        "conversations",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
         "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "self",
         "tokenize",
+        "tokenizer_kwargs",
         "tools",
+        "truncation",
     }
 )
 
@@ -85,7 +96,7 @@ class ModelHttpConfig(BaseModel):
     @classmethod
     def _check_variables(cls, variables: dict[str, Any]) -> dict[str, Any]:
         if reserved := NOT_TEMPLATE_VARIABLES & variables.keys():
-            raise ValueError(f"must not set {', '.join(sorted(reserved))}: requests have fields for these")
+            raise ValueError(f"must not set {', '.join(sorted(reserved))}: these are no variables of templates")
         return variables
 
 

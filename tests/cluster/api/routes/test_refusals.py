@@ -60,6 +60,8 @@ WRONG: dict[str, list[Any]] = {  # fields beside those of `APIS`, the field that
         ({"messages": FORBIDDEN}, "messages"),
         ({"continue_final_message": True, "add_generation_prompt": True}, "continue_final_message"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"documents": [1]}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs"),
         ({"chat_template": "{% if"}, "messages"),
         ({"chat_template": "{{ 1 / 0 }}"}, "messages"),
         ({"chat_template": "{{ '' }}"}, "messages[0].content"),

@@ -2,13 +2,16 @@
 
 import time
 from concurrent.futures import ThreadPoolExecutor
+from inspect import signature
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from crossdock.cluster.api.body.stop_strings import StopStrings, StopTable
+from crossdock.cluster.api.http.http_config import NOT_TEMPLATE_VARIABLES
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer, TextStream
 
 ALL = ["byte_level", "llama2", "gemma", "metaspace", "wordpiece"]
@@ -268,3 +271,12 @@ def test_chat_without_template_is_value_error(tokenizers: Tokenizers) -> None:
     assert not tokenizer.has_chat_template
     with pytest.raises(ValueError, match="no chat template"):
         tokenizer.render_chat([{"role": "user", "content": "Hi"}])
+
+
+def test_what_transformers_takes_beside_variables_of_a_template_is_no_variable() -> None:
+    """A request that could set one of these would get another prompt than its fields say, or an error of Python's."""
+    taken = {
+        *signature(PreTrainedTokenizerFast.apply_chat_template).parameters,
+        *signature(render_jinja_template).parameters,
+    }
+    assert taken - {"kwargs"} | {"messages"} == NOT_TEMPLATE_VARIABLES
