@@ -58,3 +58,29 @@ def test_token_and_sockets_of_a_ray_that_is_started_here_are_closed_to_other_use
         run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
         assert run.returncode == 0, run.stderr
     assert json.loads(run.stdout.splitlines()[-1]) == ["700", "600", "700"]
+
+
+WITHOUT_HOME = """
+import ray
+from crossdock.cluster.config_file import load
+from crossdock.cluster.serve.lifetime import start_ray
+
+start_ray(load(None, {}))
+print(ray.get(ray.remote(lambda: 5).remote()))
+ray.shutdown()
+"""
+
+
+def test_ray_starts_for_a_user_whose_home_cannot_be_written() -> None:
+    """As in containers with a user of any number. Root can write everywhere, but makes no folder below a file."""
+    with tempfile.TemporaryDirectory(prefix="cd-ray-", dir="/tmp") as folder:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        environment |= {
+            "HOME": "/dev/null",
+            "RAY_TMPDIR": folder,
+            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+        }
+        command = [sys.executable, "-c", WITHOUT_HOME]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+        assert run.returncode == 0, run.stderr
+    assert run.stdout.splitlines()[-1] == "5"
