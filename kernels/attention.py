@@ -201,17 +201,25 @@ class _AttentionArguments(ctypes.Structure):
 
 
 @lru_cache
-def cpp_library() -> ctypes.CDLL | None:
-    """Return the compiled attention.cpp; None, with one warning, if this machine cannot compile or run it."""
+def why_no_library() -> str:
+    """Return why this machine cannot compile or run attention.cpp; empty if it can."""
     flags = cpu_flags()
     if "sse2" in flags and "avx2" not in flags:
-        logger.warning("paged attention runs in plain torch, several times slower: this CPU has no AVX2")
-        return None
+        return "this CPU has no AVX2"
     try:
-        library = cpu_library("attention")
+        cpu_library("attention")
     except OSError as error:
-        logger.warning("paged attention runs in plain torch, several times slower: %s", error)
+        return str(error)
+    return ""
+
+
+@lru_cache
+def cpp_library() -> ctypes.CDLL | None:
+    """Return the compiled attention.cpp; None, with one warning, if this machine cannot compile or run it."""
+    if reason := why_no_library():
+        logger.warning("paged attention runs in plain torch, several times slower: %s", reason)
         return None
+    library = cpu_library("attention")
     pointer = ctypes.c_void_p
     integer = ctypes.c_int64
     library.crossdock_paged_attention.argtypes = [pointer, ctypes.c_int, ctypes.c_int]

@@ -28,6 +28,8 @@ def summary(replicas: Sequence[Mapping[str, Any]], used: int | None = None, free
         machine = members[0]["machine"]
         title = f"{name}: " if len(pools) > 1 else ""
         lines.append(f"Machine: {title}{_machine(machine, profile, len(members))}")
+        if slower := machine.get("slower"):
+            lines.append(f"Slower: {title}attention runs in plain torch, several times slower: {slower}")
         if not profile.generates:
             lines.append(f"Texts: {title}{_texts(profile)}")
             continue

@@ -65,7 +65,11 @@ def cpu_library(name: str, *defined: str) -> ctypes.CDLL:
 
 def _own_folder(folder: Path) -> Path:
     """Make a folder to which this user alone may write. OSError: it is another user's, or a link."""
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        reason = f"the folder {folder} cannot be made ({error.strerror}); name another one in CROSSDOCK_CACHE"
+        raise OSError(reason) from error
     found = folder.lstat()
     if found.st_uid == os.geteuid() and stat.S_ISDIR(found.st_mode) and found.st_mode & _OTHERS_WRITE:
         folder.chmod(stat.S_IMODE(found.st_mode) & ~_OTHERS_WRITE)

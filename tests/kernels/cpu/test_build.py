@@ -53,6 +53,7 @@ def small_library(empty_cache: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: 
 
 def _forget() -> None:
     attention.cpp_library.cache_clear()
+    attention.why_no_library.cache_clear()
     build.cpu_library.cache_clear()
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from crossdock.kernels.attention import cpp_library
+from crossdock.kernels.attention import why_no_library
 from crossdock.kernels.cpu.build import cpu_flags
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.weights.packed_layers import packed_tensors
@@ -20,14 +20,16 @@ def describe_machine(model: LoadedModel, graphs: str = "") -> dict[str, Any]:
 
     `kernels`: of the products of fused layers; empty: transformers' own code computes the layers. `graphs`: which steps
     are CUDA graphs, and why others are not; empty on a CPU. `weights`: bytes that are held, in the layouts of kernels.
-    `pool`: bytes of the KV pages. `attention` is "torch" where the C++ that should run could not be compiled or loaded.
+    `pool`: bytes of the KV pages. `attention` is "torch" where the C++ that should run could not be compiled or loaded;
+    `slower` says why, and is empty else.
     """
-    is_without_library = model.attention.name == "cpp" and cpp_library() is None
+    slower = why_no_library() if model.attention.name == "cpp" else ""
     return {
         **describe_device(model.device),
         "dtype": str(model.dtype).removeprefix("torch."),
         "kv_dtype": str(model.kv_dtype).removeprefix("torch."),
-        "attention": "torch" if is_without_library else model.attention.name,
+        "attention": "torch" if slower else model.attention.name,
+        "slower": slower,
         "kernels": model.kernels,
         "graphs": graphs,
         "weights": held_bytes(model.module),

@@ -55,6 +55,12 @@ def test_one_replica_is_summarised_in_four_lines() -> None:
     ]
 
 
+def test_machine_without_a_compiler_is_told_what_it_loses_and_what_to_install() -> None:
+    reason = "no C++ compiler was found (install g++, or name one in CXX)"
+    lines = summary([replica(machine={"attention": "torch", "slower": reason})])
+    assert lines[1] == f"Slower: attention runs in plain torch, several times slower: {reason}"
+
+
 def test_predicted_seconds_of_both_divisions_of_experts_stand_between_machine_and_pages() -> None:
     experts = ["slices: 1.0 GiB a rank; predicted 2 ms for 1 stream: chosen", "whole: 1.0 GiB a rank"]
     _, *lines = summary([replica(machine={"experts": experts})])

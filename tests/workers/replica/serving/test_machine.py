@@ -35,6 +35,7 @@ def test_machine_is_described_with_the_memory_of_weights_and_pages(monkeypatch: 
     assert described["device"]
     assert described["weights"] == num_weights * model.dtype.itemsize
     assert described["pool"] == num_pages * layout.page_bytes
-    assert (described["attention"], described["kernels"]) == ("cpp", "")
-    monkeypatch.setattr(machine, "cpp_library", lambda: None)  # it was not compiled, or not loaded from its folder
-    assert describe_machine(model)["attention"] == "torch"
+    assert (described["attention"], described["kernels"], described["slower"]) == ("cpp", "", "")
+    monkeypatch.setattr(machine, "why_no_library", lambda: "no compiler")  # or it was not loaded from its folder
+    described = describe_machine(model)
+    assert (described["attention"], described["slower"]) == ("torch", "no compiler")
