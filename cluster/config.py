@@ -8,7 +8,7 @@ from difflib import get_close_matches
 from functools import lru_cache
 from typing import Any, Literal, Self, TypeAlias, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
 
 from crossdock.cluster.api.body.generation_defaults import GenerationConfig
@@ -18,6 +18,7 @@ from crossdock.cluster.api.http.keys import check_keys
 from crossdock.router.fleet import RouterConfig
 from crossdock.router.scaling import ScalingConfig
 from crossdock.workers.model.weights.checkpoint import model_name, resolve_model
+from crossdock.workers.model.weights.config_overrides import check_overrides
 from crossdock.workers.replica.config import (
     Device,
     EmulatedDevice,
@@ -30,6 +31,8 @@ from crossdock.workers.report.presets import estimate, is_gpu, stored_profile, t
 from crossdock.workers.report.profile import NO_ENCODE_POOLS, Role
 
 DEVICES = ("CPU", "GPU")  # Ray's names of what replicas reserve
+_JUDGE = "classifier_from_token"
+_OF_JUDGES = ("architectures", "is_original_qwen3_reranker")  # how vLLM says that a model that generates judges pairs
 Dtype: TypeAlias = Literal["auto", "bfloat16", "float16", "float32"]
 
 
@@ -61,6 +64,10 @@ class ModelConfig(BaseModel):
     served_name: str | None = Field(
         None, min_length=1, description="The name that clients give; null: made from `path`."
     )
+    hf_overrides: dict[str, Any] = Field(
+        default_factory=dict,
+        description="Values in place of those of the model's config.json: a rope_scaling for a longer context, say.",
+    )
     dtype: Dtype = Field(
         "auto",
         description="Data type of weights, activations and, unless kv_cache_dtype names another, KV pages; "
@@ -89,6 +96,27 @@ class ModelConfig(BaseModel):
         json_schema_extra={"format": "path"},
         description="Folders of LoRA adapters by the names that clients ask for.",
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_judge(cls, values: Any) -> Any:
+        """Read vLLM's overrides for Qwen3-Reranker as what says the same here."""
+        if not isinstance(values, dict) or not isinstance(overrides := values.get("hf_overrides"), dict):
+            return values
+        if _JUDGE not in overrides:
+            return values
+        words = {_JUDGE: overrides[_JUDGE]}
+        pooler = values.get("pooler_config") or {}
+        if not isinstance(pooler, dict) or pooler.get(_JUDGE) not in (None, overrides[_JUDGE]):
+            raise ValueError(f"hf_overrides and pooler_config both have {_JUDGE}; give one of them")
+        rest = {name: value for name, value in overrides.items() if name not in (_JUDGE, *_OF_JUDGES)}
+        return {**values, "hf_overrides": rest, "pooler_config": {**pooler, **words}}
+
+    @field_validator("hf_overrides")
+    @classmethod
+    def _check_overrides(cls, overrides: dict[str, Any]) -> dict[str, Any]:
+        check_overrides(overrides)
+        return overrides
 
     @property
     def name(self) -> str:
@@ -380,6 +408,13 @@ class ClusterConfig(BaseModel):
         """Whether replicas take adapters: all of them that make tokens, or none."""
         return (self.pools[0].engine or self.engine).enable_lora
 
+    def emulated_device(self, pool: PoolConfig, emulated: str) -> EmulatedDevice:
+        """Return the device that a pool emulates, as `emulated_device` does. `emulated`: the pool's."""
+        model = self.model.path
+        if self.model.hf_overrides:  # a directory is a name of a model, too
+            model = str(resolve_model(model, self.model.hf_overrides, needs_weights=False))
+        return emulated_device(emulated, model, (pool.engine or self.engine).quantization)
+
     @property
     def _has_holders(self) -> bool:
         """Return whether a prefix may be at another replica than the one that computes the rest."""
@@ -391,7 +426,9 @@ class ClusterConfig(BaseModel):
         model = self.model
         num_ranks = self._num_ranks + self._num_other_ranks
         return ReplicaSpec(
-            model=engine.model_spec(pool.checkpoint or model.path, pool.dtype or model.dtype, model.max_model_len),
+            model=engine.model_spec(
+                pool.checkpoint or model.path, pool.dtype or model.dtype, model.max_model_len, model.hf_overrides
+            ),
             engine=engine,
             tokenizer=model.tokenizer or (pool.checkpoint and (model.path or "default")),
             num_threads=pool.num_cpus or max((os.cpu_count() or 1) // num_ranks, 1),
@@ -403,9 +440,7 @@ class ClusterConfig(BaseModel):
             enable_expert_parallel=pool.has_whole_experts,
             eplb=pool.moving_experts,
             rank_timeout_s=pool.rank_timeout_s,
-            emulated=None
-            if pool.emulated is None
-            else emulated_device(pool.emulated, model.path, (pool.engine or self.engine).quantization),
+            emulated=None if pool.emulated is None else self.emulated_device(pool, pool.emulated),
             lora_modules=model.lora_modules,
             device=pool.device,
         )

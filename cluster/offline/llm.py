@@ -77,7 +77,7 @@ class LLM:
             ValueError: a setting does not exist, or the model cannot run with it; the message names the setting.
         """
         config = offline_configuration(model, {"trust_request_chat_template": True, **settings})
-        path = resolve_model(config.model.path)
+        path = resolve_model(config.model.path, config.model.hf_overrides)
         self._stack = ExitStack()
         self._seeds = count(seed)
         with self._stack as stack:  # closed where anything below fails

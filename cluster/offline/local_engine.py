@@ -40,7 +40,7 @@ def _worker_group_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
     from crossdock.workers.replica.ranks.rank_loader import driver_of, position_of
     from crossdock.workers.replica.ranks.worker_group import WorkerGroup
 
-    path = resolve_model(spec.model.path)
+    path = resolve_model(spec.model.path, spec.model.hf_overrides)
     tokenizer = resolve_tokenizer(spec.tokenizer, spec.model.path)
     gpus = _gpus(spec)
     driver = driver_of(spec)

@@ -32,7 +32,6 @@ OF_A_SERVER = {
     "--verbose": "use Python's logging",
 }
 _NOT_OF_SERVE = {
-    "hf_overrides": "not supported: change the model's config.json",
     "skip_tokenizer_init": "not supported: answers always have text; prompts may be token ids",
 }
 _CALLER = 3  # frames from a warning here to the call of `LLM`

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from crossdock.workers.model.architecture import DECODERS
 from crossdock.workers.model.loaders.objects import bytes_of_weights
 from crossdock.workers.model.text_files import text_answer
 from crossdock.workers.model.weights.scheme import PLAIN, Scheme, check_asked, scheme_at
@@ -68,7 +69,7 @@ def require_same_model(folder: Path, other: Path) -> None:
 
 def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of a config.json. Fields of its decoder, which is `text_config`, win over outer fields."""
-    inner = [config.get(name) for name in ("text_config", "llm_config")]
+    inner = [config.get(name) for name in DECODERS]
     return {**config, **{field: value for each in inner if isinstance(each, dict) for field, value in each.items()}}
 
 

@@ -170,7 +170,8 @@ def _announce(config: ClusterConfig, address: Address, console: Console) -> None
     on_node = f" of node {address.node}" if address.node else ""
     console.print(f"[bold green]Crossdock[/bold green] serves [bold]{served}[/bold] at {url}/v1{on_node}")
     model = f'"model": "{names[0]}", ' if config.models else ""
-    path, fields = _EXAMPLES[text_answer(resolve_model(config.each_model[0].model.path, needs_weights=False))]
+    first = config.each_model[0].model
+    path, fields = _EXAMPLES[text_answer(resolve_model(first.path, first.hf_overrides, needs_weights=False))]
     body = f"{{{model}{fields}}}"
     key = " -H 'Authorization: Bearer KEY'" if config.http.needs_key else ""
     ask = f"curl {url}{path} -H 'Content-Type: application/json'{key} -d '{body}'"

@@ -176,6 +176,11 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag("http.tool_call_parser"),
         Flag("http.reasoning_parser"),
         Flag("model.dtype"),
+        Flag(
+            "model.hf_overrides",
+            metavar="JSON",
+            help='Values in place of those of config.json: \'{"rope_scaling": {"rope_type": "yarn", …}}\'.',
+        ),
         Flag("model.generation_config", metavar="auto|vllm|DIR"),
         Flag(
             "model.override_generation_config",

@@ -172,7 +172,7 @@ class Ingress:
         engine = config.engine
         dispatcher = self._dispatchers[config.model.name]
         cold_start = self._cold_start(config, scaler) if scaler is not None and config.starts_on_request else None
-        path = resolve_model(model.path, needs_weights=not config.is_emulated)
+        path = resolve_model(model.path, model.hf_overrides, needs_weights=not config.is_emulated)
         tokenizer = await asyncio.to_thread(load_tokenizer, path, model)
         media = await asyncio.to_thread(open_media, path, tokenizer, config.http, dispatcher.metrics.registry)
         self._media += [] if media is None else [media]

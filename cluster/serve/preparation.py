@@ -1,9 +1,10 @@
 """Check a configuration against the files and the devices of this machine, before any replica starts."""
 
+import json
 import os
 from pathlib import Path
 
-from crossdock.cluster.config import ClusterConfig, PoolConfig, emulated_device
+from crossdock.cluster.config import ClusterConfig, PoolConfig
 from crossdock.cluster.serve.checkpoint_check import (
     check_checkpoint,
     decoder_fields,
@@ -32,7 +33,7 @@ def prepare(config: ClusterConfig, *, has_gpus: bool) -> list[str]:
     from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
     from crossdock.workers.model.weights.checkpoint import resolve_model
 
-    path = resolve_model(config.model.path, needs_weights=not config.is_emulated)
+    path = resolve_model(config.model.path, config.model.hf_overrides, needs_weights=not config.is_emulated)
     is_tokenizer_beside = config.model.tokenizer is None
     scheme = check_checkpoint(path, needs_tokenizer=is_tokenizer_beside, quantization=config.engine.quantization)
     check_model(config, path, has_gpus=has_gpus)
@@ -44,9 +45,10 @@ def prepare(config: ClusterConfig, *, has_gpus: bool) -> list[str]:
         load_tokenizer(path, config.model)
     weights = "no weights: its devices are emulated" if config.is_emulated else describe_weights(path, scheme)
     lines = [f"Model: {path}: {weights}"]
+    if replaced := config.model.hf_overrides:
+        lines.append(f"In place of values of its config.json (hf_overrides): {json.dumps(replaced)}")
     for pool in config.pools:
-        asked = (pool.engine or config.engine).quantization
-        if pool.emulated is not None and emulated_device(pool.emulated, config.model.path, asked).profile.is_estimate:
+        if pool.emulated is not None and config.emulated_device(pool, pool.emulated).profile.is_estimate:
             lines.append(f"Pool {pool.name}: {pool.emulated}: {HOW_FAR_OFF}")
         folder = path
         if pool.checkpoint is not None:
@@ -105,7 +107,7 @@ def _checkpoint_of(pool: PoolConfig, path: Path, config: ClusterConfig) -> tuple
 
     quantization = (pool.engine or config.engine).quantization
     try:
-        folder = resolve_model(pool.checkpoint)
+        folder = resolve_model(pool.checkpoint, config.model.hf_overrides)
         scheme = check_checkpoint(folder, needs_tokenizer=False, quantization=quantization)
         require_same_model(path, folder)
     except ValueError as error:

@@ -202,5 +202,7 @@ def _start_key(config: ClusterConfig) -> str:
 
 
 def _guess(config: ClusterConfig) -> float:
-    folder = None if config.is_emulated else resolve_model(config.model.path, needs_weights=False)
+    folder = (
+        None if config.is_emulated else resolve_model(config.model.path, config.model.hf_overrides, needs_weights=False)
+    )
     return first_guess(folder)

@@ -181,7 +181,7 @@ def _find(flags: TuneFlags, sizes: _Grid, console: Console) -> "Findings":
     pool = _pool(cluster, flags)
     begun = time.monotonic()
     spec = cluster.replica_spec(pool)
-    if text_answer(resolve_model(spec.model.path, needs_weights=False)) is not None:
+    if text_answer(resolve_model(spec.model.path, spec.model.hf_overrides, needs_weights=False)) is not None:
         raise ValueError("model: tune measures chunks beside streams, and a text encoder has no streams")
     computes_only = pool.role == "prefill"
     wanted = grid(sizes.chunks, () if computes_only else sizes.decodes, sizes.contexts)

@@ -1,5 +1,6 @@
 """The longest request that a model can have, by its positions and its rotary scaling. No torch."""
 
+import json
 import math
 from typing import TYPE_CHECKING, Any
 
@@ -9,7 +10,7 @@ if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 _DEFAULT = 2048  # of models without positions
-_COPY = "edit config.json in a copy of the model's directory"
+_WITH = "give --hf-overrides"
 
 
 def longest_request(config: "PretrainedConfig", max_model_len: int | None) -> int:
@@ -64,20 +65,21 @@ def _scaling(decoder: Any) -> dict[str, Any]:
 
 
 def _hint(config: "PretrainedConfig", max_model_len: int) -> str:
-    """Return the edit of config.json that gives a longer context."""
+    """Return the flag that gives a longer context."""
     decoder = text_config(config)
     scaling = _scaling(decoder)
     kind = scaling.get("rope_type")
     positions = decoder.max_position_embeddings
     if kind in ("linear", "yarn", "dynamic"):
         original = scaling.get("original_max_position_embeddings", positions) if kind == "yarn" else positions
-        return f"for more, {_COPY}: factor {math.ceil(max_model_len / original)} of its {kind} scaling"
+        scaling = {**scaling, "factor": float(math.ceil(max_model_len / original))}
+        return f"for more, {_WITH} '{json.dumps({'rope_scaling': scaling})}'"
     if kind in ("llama3", "longrope"):
-        return f"for more, {_COPY}: max_position_embeddings, beside its {kind} scaling"
+        return f"for more, {_WITH} '{{\"max_position_embeddings\": {max_model_len}}}', beside its {kind} scaling"
     if kind != "default":
         return "a longer context needs another model"
     scaled = f'"rope_type": "yarn", "factor": {math.ceil(max_model_len / positions)}.0'
     return (
-        f"for more, if the model's card says that the model can: {_COPY}: "
-        f'"rope_scaling": {{{scaled}, "original_max_position_embeddings": {positions}}}'
+        f"for more, if the model's card says that the model can: {_WITH} "
+        f'\'{{"rope_scaling": {{{scaled}, "original_max_position_embeddings": {positions}}}}}\''
     )

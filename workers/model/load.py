@@ -66,7 +66,7 @@ def load_model(
             applied to this model here, or the model cannot be `batch_invariant`; or the package of `load_format` is
             not installed; or a weight is NaN or infinite.
     """
-    path = resolve_model(spec.path)
+    path = resolve_model(spec.path, spec.hf_overrides)
     attention = choose_attention(spec.attention_backend, torch.device(device), spec.kv_cache_dtype, spec.cpu_kernels)
     used_by_others = used_by_all_but_torch() if device != "cpu" else 0
     require_working(attention, torch.device(device))  # takes memory of the GPU, so it comes second

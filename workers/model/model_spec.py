@@ -1,6 +1,8 @@
 """Which model is loaded, and how it computes. No torch."""
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
 
 from crossdock.kernels.options import AttentionBackend, CpuKernels, KVCacheDtype, LoadFormat, Quantization
 
@@ -20,3 +22,4 @@ class ModelSpec:
     max_loras: int = 0  # adapters in memory at once
     quantization: Quantization | None = None  # int8 and, of plain ones, fp8: at load; others: as stored; None: any
     load_format: LoadFormat = "auto"  # who reads the files of weights; auto: our own reader
+    hf_overrides: Mapping[str, Any] = field(default_factory=dict)  # values in place of those of config.json

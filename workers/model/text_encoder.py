@@ -122,7 +122,7 @@ def load_text_encoder(spec: ModelSpec, device: str = "cpu") -> TextEncoder:
         ValueError: it is none, or `max_model_len` is more than its positions, or tensors are missing or others than the
             model's, or a number is NaN or infinite, or a batch is not computed as transformers computes its texts.
     """
-    path = resolve_model(spec.path)
+    path = resolve_model(spec.path, spec.hf_overrides)
     config = read_config(path)
     fields = config.to_dict() | {"architectures": config.architectures}
     answer = answer_of(fields, path)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Literal, Self, TypeAlias
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, TypeAdapter, model_validator
 
@@ -247,7 +247,13 @@ class EngineConfig(SchedulerConfig):
             int(self.mm_encoder_cache),
         )
 
-    def model_spec(self, path: str | None, dtype: str = "auto", max_model_len: int | None = None) -> ModelSpec:
+    def model_spec(
+        self,
+        path: str | None,
+        dtype: str = "auto",
+        max_model_len: int | None = None,
+        hf_overrides: Mapping[str, Any] | None = None,
+    ) -> ModelSpec:
         """Return the spec of a model that runs with these settings; arguments as in `ModelSpec`."""
         kernels = "native" if self.batch_invariant and self.cpu_kernels == "auto" else self.cpu_kernels
         return ModelSpec(
@@ -262,6 +268,7 @@ class EngineConfig(SchedulerConfig):
             load_format=self.load_format,
             max_lora_rank=self.max_lora_rank if self.enable_lora else 0,
             max_loras=self.max_loras,
+            hf_overrides=hf_overrides or {},
         )
 
 

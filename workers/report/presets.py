@@ -36,6 +36,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
+from crossdock.workers.model.architecture import DECODERS
 from crossdock.workers.model.weights.scheme import loaded_scheme, scheme_at
 from crossdock.workers.model.weights.untrusted import read_config_file
 from crossdock.workers.report.expert_division import ProductRates
@@ -181,7 +182,7 @@ def estimate(gpu: str, folder: Path, quantization: str | None = None) -> Schedul
     try:
         fields = read_config_file(folder)
         scheme = loaded_scheme(quantization, scheme_at(folder))
-        inner = [each for name in ("text_config", "llm_config") if isinstance(each := fields.get(name), dict)]
+        inner = [each for name in DECODERS if isinstance(each := fields.get(name), dict)]
 
         def stored(matrix: str) -> StoredNumber:
             form = scheme.form_of(matrix)

@@ -180,7 +180,7 @@ def test_name_of_vllms_class_that_does_not_exist_says_what_to_use(llm: LLM) -> N
     [
         ({"port": 8000}, "port is not accepted: it is of a server's port"),
         ({"pools": "mixed=2"}, "pools is not accepted"),
-        ({"hf_overrides": {}}, "hf_overrides: not supported"),
+        ({"hf_overrides": {"model_type": "x"}}, "model_type cannot be replaced"),
         ({"enable_lora": True}, "enable_lora is not accepted: a server has adapters"),
         ({"max_model_length": 5}, "did you mean max_model_len"),
         ({"dtype": "int3"}, "dtype"),

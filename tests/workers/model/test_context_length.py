@@ -1,6 +1,7 @@
 """Rotary scaling lengthens the context, and logits beyond the model's own positions are transformers'."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -104,31 +105,60 @@ def test_pages_of_dynamic_scaling_are_those_of_one_length(tmp_path: Path) -> Non
     [
         (
             {"rope_type": "linear", "factor": 4.0},
-            r"own 256 positions; .*: factor 16 of its linear scaling",
+            r"own 256 positions; .*--hf-overrides .*\"factor\": 16.0",
         ),
-        (LENGTHENED["yarn from fewer positions"][0], r"own 192 positions; .*: factor 21 of its yarn scaling"),
+        (LENGTHENED["yarn from fewer positions"][0], r"own 192 positions; .*\"factor\": 21.0"),
         (
             {"rope_type": "dynamic", "factor": 4.0},
-            r"own 64 positions, and than 256 with its dynamic scaling; .*: factor 16 of its dynamic scaling",
+            r"own 64 positions, and than 256 with its dynamic scaling; .*\"factor\": 16.0",
         ),
-        (AS_BEFORE["llama3"][0], r"own 64 positions; for more, edit config.json .*: max_position_embeddings"),
+        (
+            AS_BEFORE["llama3"][0],
+            r"own 64 positions; for more, give --hf-overrides .*\"max_position_embeddings\": 1000",
+        ),
     ],
 )
-def test_refusal_of_a_longer_context_says_what_to_edit(scaling: dict[str, Any], message: str, tmp_path: Path) -> None:
+def test_refusal_of_a_longer_context_says_what_to_override(
+    scaling: dict[str, Any], message: str, tmp_path: Path
+) -> None:
     write(tmp_path, scaling)
     with pytest.raises(ValueError, match=message):
         load_model(ModelSpec(str(tmp_path), "float32", max_model_len=1000))
 
 
-def test_edit_that_the_refusal_names_serves_the_longer_context(tmp_path: Path) -> None:
-    write(tmp_path, {"rope_type": "default"})
-    with pytest.raises(ValueError, match="own 64 positions") as refused:
-        load_model(ModelSpec(str(tmp_path), "float32", max_model_len=250))
-    config = json.loads((tmp_path / "config.json").read_text())
-    config.pop("rope_parameters")
-    edit = str(refused.value).rpartition("directory: ")[2]
-    (tmp_path / "config.json").write_text(json.dumps(config | json.loads(f"{{{edit}}}")))
-    assert load_model(ModelSpec(str(tmp_path), "float32", max_model_len=250)).max_model_len == 250
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(
+    "scaling",
+    [{"rope_type": "default"}, LENGTHENED["linear"][0], LENGTHENED["yarn"][0], AS_BEFORE["dynamic"][0]],
+    ids=lambda scaling: scaling["rope_type"],
+)
+def test_overrides_that_the_refusal_names_serve_the_longer_context(
+    scaling: dict[str, Any], form: str, tmp_path: Path
+) -> None:
+    write(tmp_path, scaling, form)
+    with pytest.raises(ValueError, match=r"own (64|256) positions") as refused:
+        load_model(ModelSpec(str(tmp_path), "float32", max_model_len=1000))
+    overrides = json.loads(re.findall(r"--hf-overrides '(.*)'", str(refused.value))[0])
+    spec = ModelSpec(str(tmp_path), "float32", max_model_len=1000, hf_overrides=overrides)
+    assert load_model(spec).max_model_len == 1000
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_scaling_of_overrides_gives_the_logits_of_a_checkpoint_with_that_scaling(form: str, tmp_path: Path) -> None:
+    """The base of the model's own rotation stays, wherever it stands."""
+    scaling, longest = LENGTHENED["yarn"]
+    expected = write(tmp_path / "a", scaling, form)
+    write(tmp_path / "b", {"rope_type": "default"}, form)
+    for folder in ("a", "b"):
+        config = json.loads((tmp_path / folder / "config.json").read_text())
+        part = config if form != "rope_parameters" else config[form]
+        part["rope_theta"] = 777.0
+        (tmp_path / folder / "config.json").write_text(json.dumps(config))
+    expected = type(expected).from_pretrained(tmp_path / "a").eval()
+    model = load_model(ModelSpec(str(tmp_path / "b"), "float32", hf_overrides={"rope_scaling": scaling}))
+    assert model.max_model_len == longest
+    asked = random_prompts(longest, POSITIONS + 1)
+    assert_near(in_random_steps(model, asked, seed=3), [monolithic(expected, prompt) for prompt in asked])
 
 
 def test_layers_that_scale_apart_and_models_without_rotation_keep_their_positions(tmp_path: Path) -> None:

@@ -3,12 +3,14 @@
 import hashlib
 import importlib.util
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 from crossdock.kernels.cache import cache_dir, locked
 from crossdock.workers.model.loaders.objects import is_object_url, list_objects, pull
+from crossdock.workers.model.weights.config_overrides import link_with_config, state_of
 from crossdock.workers.model.weights.gguf import convert_gguf
 from crossdock.workers.model.weights.gguf_tokenizer import NO_TOKENIZER
 
@@ -23,7 +25,7 @@ _PACKED_RECIPE = b"2"  # change this when pack_gguf changes
 _RECIPE = b"4"  # change this when convert_gguf changes: a converted directory is named by the GGUF and the recipe
 
 
-def resolve_model(name: str | None, *, needs_weights: bool = True) -> Path:
+def resolve_model(name: str | None, overrides: Mapping[str, Any] | None = None, *, needs_weights: bool = True) -> Path:
     """Return the directory of a model.
 
     None, "default" or "smollm2" is the embedded default. A local directory is itself, and a *.gguf becomes a directory
@@ -31,9 +33,22 @@ def resolve_model(name: str | None, *, needs_weights: bool = True) -> Path:
     else is a Hugging Face hub name, "org/name" or "org/name@revision", downloaded unless HF_HUB_OFFLINE allows only the
     hub's cache; without `needs_weights` only its tokenizer and its configuration are.
 
+    `overrides`: values in place of those of config.json (`hf_overrides`). The directory is then one in the cache, of
+    links to the files of the model's own.
+
     Raises:
-        ValueError: there is no such model; the message names the place that was searched.
+        ValueError: there is no such model, and the message names the place that was searched; or a value of its
+            config.json cannot be replaced so.
     """
+    folder = _own_folder(name, needs_weights=needs_weights)
+    if not overrides:
+        return folder
+    target = cache_dir() / "models" / state_of(folder, overrides) / folder.name
+    return _made_once(target, partial(link_with_config, folder, overrides))
+
+
+def _own_folder(name: str | None, *, needs_weights: bool) -> Path:
+    """Return the directory of a model as `resolve_model` does, with its own config.json."""
     if _is_default(name):
         return default_model_dir()
     assert name is not None

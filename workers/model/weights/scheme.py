@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from crossdock.kernels.options import CHECKPOINT_METHODS, CodeKind
+from crossdock.workers.model.architecture import DECODERS
 from crossdock.workers.model.weights.patterns import NamePattern, Steps
 from crossdock.workers.model.weights.untrusted import read_config_file, read_json
 
@@ -156,7 +157,7 @@ def loaded_scheme(quantization: str | None, scheme: Scheme) -> Scheme:
 
 def quantisation(config: Mapping[str, Any]) -> Any:
     """Return the entry of a quantisation in a configuration or in that of its decoder; None: there is none."""
-    parts = [config, *(config.get(name) for name in ("text_config", "llm_config"))]
+    parts = [config, *(config.get(name) for name in DECODERS)]
     found = [part.get(key) for part in parts if isinstance(part, Mapping) for key in KEYS]
     return next((each for each in found if each is not None), None)
 

@@ -35,7 +35,7 @@ def load_engine(
     """
     if spec.emulated is not None:
         raise ValueError("pools: emulated: only crossdock serve has emulated devices; leave it out")
-    if text_answer(resolve_model(spec.model.path)) is not None:
+    if text_answer(resolve_model(spec.model.path, spec.model.hf_overrides)) is not None:
         engine, _ = load_text_engine(spec)
         loaded()
         return engine
@@ -75,4 +75,5 @@ def _kept_name(spec: ReplicaSpec, model: LoadedModel) -> str:
     """Return the name of the weights for pages in files; empty: there are no files."""
     if not spec.engine.kv_cache_files:
         return ""
-    return spec.name_of_kept_pages(model.checkpoint or fingerprint(resolve_model(spec.model.path)))
+    folder = resolve_model(spec.model.path, spec.model.hf_overrides)
+    return spec.name_of_kept_pages(model.checkpoint or fingerprint(folder))

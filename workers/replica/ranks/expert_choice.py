@@ -56,7 +56,7 @@ def with_experts_divided(spec: ReplicaSpec, rank: int, driver: int) -> tuple[Rep
 def _choose(spec: ReplicaSpec, rank: int) -> tuple[bool, list[str]]:
     """Return whether experts are whole, and a line about each division. Collective."""
     device = device_of(spec)
-    config = read_config(resolve_model(spec.model.path))
+    config = read_config(resolve_model(spec.model.path, spec.model.hf_overrides))
     if not _experts_of_a_token(config):
         return False, []
     whole = whole_experts(spec, config, rank, device)

@@ -52,7 +52,7 @@ class ModelStart:
         )
         reached("steps")
         await asyncio.to_thread(check_adapters, engine, spec.lora_modules)
-        folder = await asyncio.to_thread(resolve_model, spec.model.path)
+        folder = await asyncio.to_thread(resolve_model, spec.model.path, spec.model.hf_overrides)
         checkpoint = engine.model.checkpoint or await asyncio.to_thread(fingerprint, folder)
         machine = await asyncio.to_thread(describe_machine, engine.model, engine.executor.runner.graphs_text)
         machine["experts"] = list(self._experts)

@@ -165,7 +165,8 @@ async def _started(spec: ReplicaSpec, reached: Callable[[str], None]) -> tuple[o
     from crossdock.workers.replica.serving.text_start import start_text_encoder
 
     reached("libraries")
-    if await asyncio.to_thread(lambda: text_answer(resolve_model(spec.model.path))) is not None:
+    folder = await asyncio.to_thread(resolve_model, spec.model.path, spec.model.hf_overrides)
+    if text_answer(folder) is not None:
         return None, await asyncio.to_thread(start_text_encoder, spec, reached)
     start = ModelStart(spec)
     return start, await start.run(reached)

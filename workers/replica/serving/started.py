@@ -28,7 +28,7 @@ class Started:
 
 def start_emulated(spec: ReplicaSpec, device: EmulatedDevice) -> Started:
     """Return an engine that takes the seconds of a device, and what its replica advertises."""
-    folder = resolve_model(spec.model.path, needs_weights=False)
+    folder = resolve_model(spec.model.path, spec.model.hf_overrides, needs_weights=False)
     tokenizer = None if spec.tokenizer is None else resolve_tokenizer(spec.tokenizer, spec.model.path)
     engine = emulated_engine(device.profile, spec.engine, folder, spec.model.max_model_len, tokenizer=tokenizer)
     machine = {

@@ -23,7 +23,7 @@ def start_text_encoder(spec: ReplicaSpec, reached: Callable[[str], None]) -> Sta
     reached("weights")
     profile = calibrate_texts(engine, encoder)
     reached("steps")
-    folder = resolve_model(spec.model.path)
+    folder = resolve_model(spec.model.path, spec.model.hf_overrides)
     return Started(engine, profile, fingerprint(folder), _describe(encoder), folder)
 
 

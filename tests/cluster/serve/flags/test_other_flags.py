@@ -150,7 +150,7 @@ def test_secrets_and_other_servers_halves_are_never_left_out() -> None:
     """Without these flags a server would be open, or another one than the line means."""
     for flag in (
         *("--ssl-keyfile", "--ssl-certfile", "--admin-api-key", "--middleware", "--uds", "--headless", "--node-rank"),
-        *("--disaggregation-mode", "--kv-transfer-config", "--hf-overrides", "--json-model-override-args"),
+        *("--disaggregation-mode", "--kv-transfer-config", "--hf-config-path", "--hf-chat-template-name"),
         *("--logits-processors", "--tool-parser-plugin", "--tokenizer-revision", "--quantization-config"),
     ):
         found = verdict(flag)
