@@ -193,7 +193,7 @@ class LLM:
             normalizes = body.normalizes(pooling)
             (prompt,) = await self.routes.completions.prompts(completion, self.routes.models.card(None), 1)
             generation, (output,) = await self._outputs(completion, prompt)
-            vector = vector_of(output, body.dimensions, normalizes=normalizes)
+            vector = vector_of(output, body.dimensions, pooling.dense, normalizes=normalizes)
             return EmbeddingRequestOutput(
                 generation.state.request_id, EmbeddingOutput(vector.tolist()), prompt.token_ids
             )

@@ -15,6 +15,7 @@ SWEPT: Mapping[str, Mapping[str, Any]] = {
     "SERVED": SERVED,
     "RECURRENT": RECURRENT,
     "FAMILIES": text_encoders.FAMILIES,
+    "VECTORS": text_encoders.VECTORS,
 }
 """Tables of tests, by the names under which tests sweep over them."""
 

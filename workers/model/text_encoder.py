@@ -17,15 +17,22 @@ from transformers.utils import logging
 
 from crossdock.workers.model.load import dtype_of
 from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.model.text_files import TextAnswer, answer_of, longest_text
+from crossdock.workers.model.text_distances import attend_by_distance
+from crossdock.workers.model.text_files import TextAnswer, answer_of, begins_behind_padding, longest_text
 from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.model.weights.finite import check_finite, weights_of
 from crossdock.workers.model.weights.untrusted import naming
 from crossdock.workers.model.weights.weights import read_config
 
 _ATTENTION = "crossdock texts"  # under which transformers knows the attention below
+_BY_DISTANCE = "mpnet"  # the model type whose code lets no other attention in
 _BLOCK = 256  # queries of a layer with a window that are computed at once
-_UNREAD = ("cls.", "lm_head.", "head.", "decoder.")  # beginnings of tensors of heads that guess masked tokens
+_UNREAD = (
+    *("cls.", "lm_head.", "head.", "decoder.", "vocab_"),
+    *("generator_predictions.", "generator_lm_head.", "discriminator_predictions."),
+)
+"""Beginnings of tensors of heads that guess masked or replaced tokens."""
+_WITH_POOLER = ("bert", "roberta", "xlm-roberta", _BY_DISTANCE)  # whose classes make a pooler unless they are told not to
 _TOLERANCE = {torch.float32: 1e-3}  # of the probe, relative in norm
 _TOLERANCE_16_BITS = 0.05
 
@@ -108,9 +115,11 @@ class TextEncoder:
 
 _HEADS: Mapping[str, Callable[[Any, Tensor], Tensor]] = {
     "bert": lambda module, pooled: module.classifier(module.bert.pooler(pooled[:, None])),
-    "roberta": lambda module, pooled: module.classifier(pooled[:, None]),
-    "xlm-roberta": lambda module, pooled: module.classifier(pooled[:, None]),
+    "distilbert": lambda module, pooled: module.classifier(module.pre_classifier(pooled).relu()),
     "modernbert": lambda module, pooled: module.classifier(module.head(pooled)),
+    **dict.fromkeys(
+        ("roberta", "xlm-roberta", "electra", "mpnet"), lambda module, pooled: module.classifier(pooled[:, None])
+    ),
 }
 """From the pooled hidden states of texts to their labels, by transformers' own modules of a model type."""
 
@@ -131,8 +140,9 @@ def load_text_encoder(spec: ModelSpec, device: str = "cpu") -> TextEncoder:
     longest = longest_text(path, fields, spec.max_model_len)
     module = _load(path, config, answer, dtype_of(spec, config, device)).to(device).eval().requires_grad_(False)
     check_finite(weights_of(module), f"model {path}")
-    checks_pads = hasattr(getattr(module.base_model, "embeddings", None), "create_position_ids_from_input_ids")
-    encoder = TextEncoder(module, module.config, answer, longest, checks_pads)
+    if config.model_type == _BY_DISTANCE:
+        attend_by_distance(module.base_model)
+    encoder = TextEncoder(module, module.config, answer, longest, begins_behind_padding(config.model_type))
     _prove(encoder)
     return encoder
 
@@ -140,8 +150,9 @@ def load_text_encoder(spec: ModelSpec, device: str = "cpu") -> TextEncoder:
 def _load(path: Path, config: Any, answer: TextAnswer, dtype: torch.dtype) -> Any:
     """Return transformers' module. ValueError: the files have not the model's tensors."""
     own: dict[str, Any] = (
-        {} if answer == "labels" or config.model_type == "modernbert" else {"add_pooling_layer": False}
+        {"add_pooling_layer": False} if answer == "vectors" and config.model_type in _WITH_POOLER else {}
     )
+    config.use_cache = False  # no token follows that would read keys again
     kind = AutoModelForSequenceClassification if answer == "labels" else AutoModel
     if not any(path.glob("*.safetensors")):
         raise ValueError(f"model directory {path} has no weights in *.safetensors, the only format that is loaded")
@@ -199,9 +210,12 @@ def _prove(encoder: TextEncoder) -> None:
     ids = torch.arange(sum(lengths)).mul(7919).remainder(encoder.vocab_size)
     texts: list[list[int]] = [text.tolist() for text in torch.split(ids, lengths)]
     ours = encoder.hidden(encoder.batch(texts, [0] * len(texts))).float()
-    encoder.module.set_attn_implementation("eager")
+    takes_attention = encoder.config.model_type != _BY_DISTANCE  # else its own code computes a text that is alone
+    if takes_attention:
+        encoder.module.set_attn_implementation("eager")
     alone = [encoder.hidden(encoder.batch([text], [0])).float() for text in texts]
-    encoder.module.set_attn_implementation(_ATTENTION)
+    if takes_attention:
+        encoder.module.set_attn_implementation(_ATTENTION)
     theirs = torch.cat(alone)
     error = ((ours - theirs).norm() / theirs.norm()).item()
     if not error <= _TOLERANCE.get(encoder.dtype, _TOLERANCE_16_BITS):  # NaN is refused too
@@ -232,7 +246,7 @@ def _attend(
     parts = []
     for q, k, v in zip(*(torch.split(each, list(text_lengths), 2) for each in (query, key, value)), strict=True):
         if sliding_window is None or q.shape[2] < sliding_window:
-            parts.append(scaled_dot_product_attention(q, k, v, scale=scaling))
+            parts.append(scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=_shares_keys(q, k)))
         else:
             parts += _in_windows(q, k, v, sliding_window - 1, scaling)
     return torch.cat(parts, 2).transpose(1, 2), None
@@ -248,8 +262,14 @@ def _in_windows(query: Tensor, key: Tensor, value: Tensor, distance: int, scalin
         first, last = max(start - distance, 0), min(stop + distance, length)
         is_seen = (places[start:stop, None] - places[first:last]).abs() <= distance
         rows = query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last]
-        parts.append(scaled_dot_product_attention(*rows, attn_mask=is_seen, scale=scaling))
+        shares = _shares_keys(query, key)
+        parts.append(scaled_dot_product_attention(*rows, attn_mask=is_seen, scale=scaling, enable_gqa=shares))
     return parts
+
+
+def _shares_keys(query: Tensor, key: Tensor) -> bool:
+    """Return whether several heads of queries read one head of keys."""
+    return query.shape[1] != key.shape[1]
 
 
 AttentionInterface.register(_ATTENTION, _attend)

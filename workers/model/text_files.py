@@ -12,7 +12,11 @@ from crossdock.workers.model.weights.untrusted import read_config_file, read_jso
 TextAnswer: TypeAlias = Literal["vectors", "labels"]
 """The answer of a text encoder to a text: pooled hidden states, or a number for each label of its head."""
 
-_BEFORE_FIRST = {"bert": False, "roberta": True, "xlm-roberta": True, "modernbert": False}
+_BIDIRECTIONAL = "gemma3_text"  # with use_bidirectional_attention, as EmbeddingGemma; else a decoder
+_BEFORE_FIRST = {
+    **dict.fromkeys(("bert", "distilbert", "electra", "modernbert", _BIDIRECTIONAL), False),
+    **dict.fromkeys(("roberta", "xlm-roberta", "mpnet"), True),
+}
 """The model types that are served, and whether positions begin behind the padding token's id."""
 _LABELS = "ForSequenceClassification"
 _VECTORS = ("Model", "ForMaskedLM", "ForPreTraining")  # the head of the last two is not read
@@ -29,13 +33,16 @@ def text_answer(folder: Path) -> TextAnswer | None:
 
 def answer_of(fields: Mapping[str, Any], folder: Path) -> TextAnswer | None:
     """Find the answers as `text_answer` does, for the fields of the config.json in `folder`."""
-    if fields.get("model_type") not in _BEFORE_FIRST or fields.get("is_decoder"):
+    kind = fields.get("model_type")
+    if kind not in _BEFORE_FIRST or fields.get("is_decoder"):
+        return None
+    if kind == _BIDIRECTIONAL and fields.get("use_bidirectional_attention") is not True:
         return None
     names = fields.get("architectures") or ["Model"]
     name = str(names[0]) if isinstance(names, list) else ""
     if name.endswith(("ForCausalLM", "LMHeadModel")):
         return None
-    if name.endswith(_LABELS):
+    if name.endswith(_LABELS) and kind != _BIDIRECTIONAL:
         return "labels"
     if name.endswith(_VECTORS):
         return "vectors"
@@ -43,6 +50,11 @@ def answer_of(fields: Mapping[str, Any], folder: Path) -> TextAnswer | None:
         f"model: {folder / 'config.json'} has architectures {name!r}; of text encoders are served …Model, …ForMaskedLM "
         f"and …{_LABELS}"
     )
+
+
+def begins_behind_padding(model_type: str) -> bool:
+    """Return whether positions of a model type begin behind the padding token's id, and leave out such tokens."""
+    return _BEFORE_FIRST[model_type]
 
 
 def longest_text(folder: Path, fields: Mapping[str, Any], asked: int | None) -> int:

@@ -1,6 +1,5 @@
 """The head of a model that classifies: from what is computed of a text to a number for each label."""
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,10 +8,11 @@ from typing import Any, Literal, Self, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from crossdock.cluster.api.body.float_tensor import float_tensor
+from crossdock.workers.model.weights.untrusted import read_json_if_any
+
 _SUFFIX = "ForSequenceClassification"  # of the classes of transformers that have such a head
 _NAME = "score.weight"  # of decoders' heads; text encoders apply theirs in the replica
-_MOST_HEADER_BYTES = 100 << 20  # as safetensors
-_DTYPES = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 Activation: TypeAlias = Literal["softmax", "sigmoid", "none"]
 _NAMED: Mapping[str, Activation] = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
 _ACTIVATIONS: Mapping[str, Activation] = {
@@ -95,19 +95,11 @@ def _tensor(model: Path, name: str) -> NDArray[np.float32]:
     """Read the head's matrix from a checkpoint in safetensors. ValueError: there is none, of two dimensions."""
     index = model / "model.safetensors.index.json"
     try:
-        places = json.loads(index.read_bytes())["weight_map"] if index.is_file() else {}
-        with (model / places.get(_NAME, "model.safetensors")).open("rb") as file:
-            size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(size)) if size < _MOST_HEADER_BYTES else {}
-            entry = header[_NAME]
-            begin, end = entry["data_offsets"]
-            file.seek(8 + size + begin)
-            found = np.frombuffer(file.read(end - begin), _DTYPES[entry["dtype"]]).reshape(entry["shape"])
-    except (OSError, KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        places = read_json_if_any(index).get("weight_map", {})
+        found = float_tensor(model / str(places.get(_NAME, "model.safetensors")), _NAME)
+    except (OSError, AttributeError, ValueError) as error:
         reason = f"{name} is served where a decoder's head is {_NAME} in safetensors, of floats"
-        raise ValueError(f"model: {model}: {reason} ({type(error).__name__}: {error})") from None
+        raise ValueError(f"model: {model}: {reason} ({error})") from None
     if found.ndim != 2:
         raise ValueError(f"model: {model}: {_NAME} must have two dimensions; it has {found.ndim}")
-    if entry["dtype"] == "BF16":  # the upper half of a float32
-        found = (found.astype("<u4") << 16).view("<f4")
-    return found.astype(np.float32)
+    return found

@@ -9,13 +9,16 @@ from typing import Any, Literal, Self, TypeAlias
 from pydantic import BaseModel, ConfigDict, Field
 
 from crossdock.cluster.api.body.classifier_head import ClassifierHead
+from crossdock.cluster.api.body.dense_layer import DenseLayer
 from crossdock.cluster.api.body.text_prompts import FILE, TextPrompts
 from crossdock.cluster.api.errors import ApiError, wrong
 from crossdock.workers.model.text_files import TextAnswer, answer_of
 
 Pooling: TypeAlias = Literal["last", "mean", "cls"]
 
-_MODULES = {"Transformer", "Pooling", "Normalize"}  # of Sentence Transformers, by the end of their names
+_DENSE = "Dense"
+_MODULES = ("Transformer", "Pooling", _DENSE, "Normalize")
+"""The modules of Sentence Transformers that are served, by the end of their names, in the order in which they come."""
 _POOLING_TYPES: Mapping[str, Pooling] = {"LAST": "last", "MEAN": "mean", "CLS": "cls"}
 _FIRST = "the first token of this model sees no other"
 _MODES: Mapping[str, Pooling] = {
@@ -62,6 +65,7 @@ class EmbeddingDefaults:
     head: ClassifierHead | None = None  # of a model that classifies texts, and generates none
     encoder: TextAnswer | None = None  # what a text encoder makes of texts; None: the model is none
     prompts: TextPrompts = field(default_factory=TextPrompts)  # before the texts whose vectors are wanted
+    dense: Sequence[DenseLayer] = ()  # through which a pooled vector goes before it is cut and gets its length
 
     @classmethod
     def read(cls, model: Path, config: PoolerConfig | None = None) -> Self:
@@ -93,7 +97,8 @@ class EmbeddingDefaults:
         head = ClassifierHead.read(model, shape, is_encoder=encoder is not None)
         if words and (head is not None or encoder is not None):
             raise ValueError("model.pooler_config: classifier_from_token is for models that generate text")
-        return cls(pooling, normalizes, has_any_size, tuple(sizes or ()), refusal, words, head, encoder, prompts)
+        dense = () if refusal else _dense_layers(model, shape)
+        return cls(pooling, normalizes, has_any_size, tuple(sizes or ()), refusal, words, head, encoder, prompts, dense)
 
     @property
     def why_no_text(self) -> str:
@@ -128,8 +133,10 @@ def _sentence_transformers(model: Path, otherwise: Pooling) -> tuple[Pooling, bo
     kinds = [kind for kind, _ in _modules(model)]
     if not kinds:
         return otherwise, True, ""
-    if further := set(kinds) - _MODULES:
+    if further := set(kinds).difference(_MODULES):
         return otherwise, True, f"this model's vectors need {', '.join(sorted(further))}, which is not served; {_HINT}"
+    if kinds != sorted(kinds, key=_MODULES.index):
+        return otherwise, True, f"this model's modules come in another order than {', '.join(_MODULES)}; {_HINT}"
     normalizes = "Normalize" in kinds
     modes = _pooling_fields(model)
     prefix = "pooling_mode_"
@@ -141,6 +148,23 @@ def _sentence_transformers(model: Path, otherwise: Pooling) -> tuple[Pooling, bo
     if len(found) == 1 and (pooling := _MODES.get(found[0].removeprefix(prefix))) is not None:
         return pooling, normalizes, ""
     return otherwise, normalizes, f"this model's pooling ({', '.join(found)}) is not served; {_HINT}"
+
+
+def _dense_layers(model: Path, shape: Mapping[str, Any]) -> tuple[DenseLayer, ...]:
+    """Return the dense layers that a directory of Sentence Transformers names. `shape`: the model's config.json.
+
+    Raises:
+        ValueError: one is not computed, or does not take what comes before it.
+    """
+    layers: list[DenseLayer] = []
+    size = shape.get("hidden_size", shape.get("dim"))  # DistilBERT's name
+    for folder in (model / folder for kind, folder in _modules(model) if kind == _DENSE):
+        layer = DenseLayer.read(folder, _read(folder / "config.json"))
+        if size is not None and layer.weight.shape[1] != size:
+            raise ValueError(f"{folder}: the layer takes {layer.weight.shape[1]} numbers, and gets {size}")
+        size = len(layer.weight)
+        layers.append(layer)
+    return tuple(layers)
 
 
 def _modules(model: Path) -> list[tuple[str, str]]:

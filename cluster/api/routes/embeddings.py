@@ -1,7 +1,7 @@
 """POST /v1/embeddings: the vectors of texts, pooled from the hidden states of the model that also generates."""
 
 import base64
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 import numpy as np
@@ -9,6 +9,7 @@ from fastapi import Request, Response
 from numpy.typing import NDArray
 
 from crossdock.cluster.api.body.classifier_head import ClassifierHead
+from crossdock.cluster.api.body.dense_layer import DenseLayer
 from crossdock.cluster.api.body.embedding_body import ClassifyRequest, EmbeddingRequest
 from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
 from crossdock.cluster.api.bounds import INPUTS
@@ -44,7 +45,7 @@ class Embeddings:
         yield to_json({**generation.head("embd", "list"), "usage": usage})[:-1] + b',"data":['
         async for some in slices(outputs, _VECTORS_AT_ONCE):
             for output in some:
-                vector = vector_of(output, body.dimensions, normalizes=normalizes)
+                vector = vector_of(output, body.dimensions, self._defaults.dense, normalizes=normalizes)
                 one = {"object": "embedding", "index": output.index, "embedding": _encoded(vector, body)}
                 yield b"," * (output.index > 0) + to_json(one)
         yield b"]}"
@@ -55,8 +56,10 @@ def _encoded(vector: np.ndarray[Any, np.dtype[np.float32]], body: EmbeddingReque
     return base64.b64encode(vector.tobytes()).decode() if body.encoding_format == "base64" else vector.tolist()
 
 
-def vector_of(output: Output, dimensions: int | None, *, normalizes: bool) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """Return the vector of an output: cut first, and then made as long as 1.
+def vector_of(
+    output: Output, dimensions: int | None, dense: Sequence[DenseLayer] = (), *, normalizes: bool
+) -> np.ndarray[Any, np.dtype[np.float32]]:
+    """Return the vector of an output: through the model's dense layers, cut, and then made as long as 1.
 
     Raises:
         ApiError: the vector has fewer numbers than the body asks for.
@@ -64,7 +67,10 @@ def vector_of(output: Output, dimensions: int | None, *, normalizes: bool) -> np
     """
     if output.embedding is None:
         raise ReplicaLost("the replica gave no vector")
-    vector = np.frombuffer(output.embedding, "<f4").astype(np.float64)
+    pooled = np.frombuffer(output.embedding, "<f4")
+    for layer in dense:
+        pooled = layer(pooled)
+    vector = pooled.astype(np.float64)
     if dimensions is not None:
         if dimensions > len(vector):
             raise wrong("dimensions", f"this model's vectors have {len(vector)} numbers")

@@ -110,7 +110,7 @@ class Scores:
         completion = wanted.completion(self._defaults)
         generation, outputs = await self._completions.outputs(request, completion, 2 * INPUTS)
         found = {
-            text: vector_of(output, None, normalizes=True).astype("<f8")
+            text: vector_of(output, None, self._defaults.dense, normalizes=True).astype("<f8")
             for text, output in zip(texts, outputs, strict=True)
         }
         return generation, [float(found[left] @ found[right]) for left, right in pairs]

@@ -7,13 +7,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import nn
 from transformers import AutoTokenizer
 
 from crossdock import LLM
 from crossdock.cluster.api.body.embedding_body import ClassifyRequest, EmbeddingRequest
+from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
 from crossdock.cluster.api.body.score_body import RerankRequest
 from crossdock.cluster.api.http.own_requests import own_request
-from tests.workers.text_encoders import FAMILIES, POSITIONS, TEXTS, hidden_of, logits_of, pooled, saved
+from tests.workers.text_encoders import FAMILIES, POSITIONS, TEXTS, TYPED, VECTORS, hidden_of, logits_of, pooled, saved
 
 LONG = "dog " * POSITIONS  # and two tokens around it
 
@@ -34,7 +36,7 @@ def unit(vector: torch.Tensor) -> list[float]:
 
 
 @pytest.mark.parametrize("pooling", ["cls_token", "mean_tokens"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", VECTORS)
 def test_vectors_are_those_of_sentence_transformers_files(family: str, pooling: str, tmp_path: Path) -> None:
     model = saved(tmp_path, family, pooling=pooling)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
@@ -53,11 +55,57 @@ def test_vectors_are_those_of_sentence_transformers_files(family: str, pooling: 
         np.testing.assert_allclose([each.outputs.score for each in scores], cosines, atol=1e-4)
 
 
+@torch.inference_mode()
+def test_dense_layers_of_sentence_transformers_files_are_computed(tmp_path: Path) -> None:
+    """The files of EmbeddingGemma: two layers behind the mean, one without bias."""
+    torch.manual_seed(3)
+    layers = (nn.Linear(48, 80, bias=False), nn.Linear(80, 32))
+    dense = {"2_Dense": (layers[0], "Identity"), "3_Dense": (layers[1], "Tanh")}
+    model = saved(tmp_path, "gemma3_text", pooling="mean_tokens", dense=dense)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path)
+    hidden = [hidden_of(model, tokenizer(text)["input_ids"]).mean(0) for text in TEXTS]
+    wanted = [torch.tanh(layers[1](layers[0](each))) for each in hidden]
+    with LLM(str(tmp_path), dtype="float32", pooler_config={"matryoshka_dimensions": [8]}) as llm:
+        found = llm.embed(TEXTS, use_tqdm=False)
+        np.testing.assert_allclose([each.outputs.embedding for each in found], list(map(unit, wanted)), atol=5e-5)
+        answer = embed(llm, input=TEXTS, dimensions=8)
+        cut = [unit(each[:8]) for each in wanted]
+        np.testing.assert_allclose([each["embedding"] for each in answer["data"]], cut, atol=5e-5)
+        plain = embed(llm, input=TEXTS, use_activation=False)
+        np.testing.assert_allclose([each["embedding"] for each in plain["data"]], torch.stack(wanted), atol=5e-5)
+        scores = llm.score(TEXTS[0], TEXTS[1:], use_tqdm=False)
+        cosines = torch.nn.functional.cosine_similarity(wanted[0][None], torch.stack(wanted[1:]))
+        np.testing.assert_allclose([each.outputs.score for each in scores], cosines, atol=1e-4)
+
+
+@pytest.mark.parametrize(
+    ("fault", "message"),
+    [
+        ({"activation_function": "torch.nn.modules.activation.GLU"}, "activation 'GLU' is not computed"),
+        ({"module_input_name": "token_embeddings"}, "module_input_name is 'token_embeddings'"),
+        ({"out_features": 33}, r"tensors are \[\[32, 48\], \[32\]\]"),
+        ({"bias": None}, "linear.weight cannot be read"),
+        ({"in_features": 40}, "the layer takes 40 numbers, and gets 48"),
+    ],
+)
+def test_dense_layer_that_is_not_computed_is_refused_at_the_start(
+    fault: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    size = fault.get("in_features", 48)
+    saved(tmp_path, "bert", pooling="mean_tokens", dense={"2_Dense": (nn.Linear(size, 32), "Tanh")})
+    file = tmp_path / "2_Dense" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | fault))
+    if "bias" in fault:
+        (tmp_path / "2_Dense" / "model.safetensors").rename(tmp_path / "2_Dense" / "pytorch_model.bin")
+    with pytest.raises(ValueError, match=message):
+        EmbeddingDefaults.read(tmp_path)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_scores_of_pairs_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     model = saved(tmp_path, family, 1)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path)
-    takes_types = family == "bert"
+    takes_types = family in TYPED
     wanted = []
     for text in TEXTS:
         pair = tokenizer(TEXTS[0], text, return_token_type_ids=takes_types)

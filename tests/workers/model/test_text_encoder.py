@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.text_encoder import TextEncoder, load_text_encoder
 from crossdock.workers.model.text_files import text_answer
-from tests.workers.text_encoders import FAMILIES, POSITIONS, hidden_of, logits_of, saved
+from tests.workers.text_encoders import FAMILIES, POSITIONS, VECTORS, hidden_of, logits_of, saved
 
 
 def load(folder: Path, max_model_len: int | None = None, dtype: str = "float32") -> TextEncoder:
@@ -28,7 +28,7 @@ def texts_of(seed: int) -> list[list[int]]:
     return texts
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", VECTORS)
 def test_hidden_states_of_texts_in_one_batch_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     model = saved(tmp_path, family)
     encoder = load(tmp_path)

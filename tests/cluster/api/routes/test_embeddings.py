@@ -199,7 +199,8 @@ def test_directory_of_sentence_transformers_is_followed_and_config_wins(tmp_path
     ("modules", "modes", "reason"),
     [
         (("Transformer", "Pooling"), {"pooling_mode_cls_token": True}, "pooling_mode_cls_token"),
-        (("Transformer", "Pooling", "Dense", "Normalize"), {"pooling_mode_lasttoken": True}, "Dense"),
+        (("Transformer", "Pooling", "LayerNorm", "Normalize"), {"pooling_mode_lasttoken": True}, "LayerNorm"),
+        (("Transformer", "Pooling", "Normalize", "Dense"), {"pooling_mode_lasttoken": True}, "another order"),
     ],
 )
 def test_pooling_that_is_not_served_is_refused_until_another_is_named(

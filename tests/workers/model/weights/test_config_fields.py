@@ -54,6 +54,15 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     "qwen3_5_text": {"mtp_num_hidden_layers": 1, "full_attention_interval": 4},
     "kimi_k25": {"ignore_index": -100},
     "lfm2_moe": {"block_ff_dim": 7168, "conv_dim": 2048},
+    "distilbert": {
+        "activation": "gelu",
+        "finetuning_task": "sst-2",
+        "seq_classif_dropout": 0.2,
+        "sinusoidal_pos_embds": False,
+    },
+    "electra": {"summary_activation": "gelu", "summary_last_dropout": 0.1, "embedding_size": 768},
+    "mpnet": {"_name_or_path": "microsoft/mpnet-base", "relative_attention_num_buckets": 32},
+    "gemma3_text": {"rope_local_base_freq": 1e4, "use_bidirectional_attention": True, "_sliding_window_pattern": 6},
     "gpt_bigcode": {"summary_type": "cls_index", "summary_use_proj": True, "inference_runner": 0},
 }
 PUBLISHED |= {kind: {**values, **PUBLISHED.get(kind, {})} for kind, values in COMPUTED.items()}

@@ -20,7 +20,7 @@ from crossdock.workers.schedule.request.failures import NOT_FINITE
 from crossdock.workers.schedule.request.request import FinishReason, TokenDelta
 from crossdock.workers.schedule.request.submission import InvalidField, SamplingParams, Submission
 from tests.workers.replica.engines import run
-from tests.workers.text_encoders import FAMILIES, POSITIONS, hidden_of, logits_of, pooled, saved
+from tests.workers.text_encoders import FAMILIES, POSITIONS, TYPED, VECTORS, hidden_of, logits_of, pooled, saved
 
 COST = StepCost(base=0.001, per_prefill_token=0.003)  # at whose knee a step has fewer tokens than the longest text
 
@@ -60,7 +60,7 @@ def steps_of(engine: Engine) -> tuple[list[list[str]], dict[str, list[TokenDelta
     return steps, deltas
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", VECTORS)
 def test_vectors_of_texts_that_share_steps_are_those_of_transformers(family: str, tmp_path: Path) -> None:
     model = saved(tmp_path, family)
     engine = load_engine(spec_of(tmp_path, max_num_batched_tokens=120, max_num_seqs=5))
@@ -86,7 +86,7 @@ def test_labels_of_pairs_that_share_steps_are_those_of_transformers(family: str,
     deltas = run(engine)
     for i, text in enumerate(texts):
         given = {}
-        if family == "bert":
+        if family in TYPED:
             given["token_type_ids"] = torch.tensor([[int(place >= len(text) // 2) for place in range(len(text))]])
         np.testing.assert_allclose(vector_of(deltas[f"{i}"]), logits_of(model, text, **given), atol=5e-5, rtol=1e-3)
 
