@@ -22,7 +22,7 @@ _SIZES: dict[str, Any] = {
     "pad_token_id": 1,
 }
 _LOCAL = {"local_attention": 16, "global_attn_every_n_layers": 2, "cls_token_id": 0, "sep_token_id": 2}
-TYPED = ("bert", "electra")  # with token types, which tell the second text apart
+TYPED = ("bert", "electra", "nomic_bert")  # with token types, which tell the second text apart
 _PADDED = {"type_vocab_size": 1, "max_position_embeddings": POSITIONS + 2}
 FAMILIES: dict[str, dict[str, Any]] = {
     "bert": {"max_position_embeddings": POSITIONS, "type_vocab_size": 2},
@@ -32,6 +32,8 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "distilbert": {"max_position_embeddings": POSITIONS, "hidden_dim": 64, "intermediate_size": None},
     "electra": {"max_position_embeddings": POSITIONS, "type_vocab_size": 2, "embedding_size": 32},
     "mpnet": {"max_position_embeddings": POSITIONS + 2},
+    "nomic_bert": {"max_position_embeddings": POSITIONS, "type_vocab_size": 2},
+    "gte": {"max_position_embeddings": POSITIONS},
 }
 BIDIRECTIONAL: dict[str, Any] = {
     "max_position_embeddings": POSITIONS,
@@ -53,7 +55,7 @@ def tokenizer_of(family: str) -> PreTrainedTokenizerFast:
     backend.train_from_iterator(
         TEXTS, trainers.WordPieceTrainer(vocab_size=120, special_tokens=_SPECIAL, show_progress=False)
     )
-    is_bert = family in ("bert", "modernbert", "distilbert", "electra")
+    is_bert = family not in ("roberta", "xlm-roberta", "mpnet", "gte")
     second = "</s> $B:1 </s>:1" if family in TYPED else "</s> $B </s>" if is_bert else "</s> </s> $B </s>"
     backend.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", pair=f"<s> $A {second}", special_tokens=[("<s>", 0), ("</s>", 2)]

@@ -32,7 +32,12 @@ _UNREAD = (
     *("generator_predictions.", "generator_lm_head.", "discriminator_predictions."),
 )
 """Beginnings of tensors of heads that guess masked or replaced tokens."""
-_WITH_POOLER = ("bert", "roberta", "xlm-roberta", _BY_DISTANCE)  # whose classes make a pooler unless they are told not to
+_WITH_POOLER = (
+    "bert",
+    "roberta",
+    "xlm-roberta",
+    _BY_DISTANCE,
+)  # whose classes make a pooler unless they are told not to
 _TOLERANCE = {torch.float32: 1e-3}  # of the probe, relative in norm
 _TOLERANCE_16_BITS = 0.05
 
@@ -114,7 +119,10 @@ class TextEncoder:
 
 
 _HEADS: Mapping[str, Callable[[Any, Tensor], Tensor]] = {
-    "bert": lambda module, pooled: module.classifier(module.bert.pooler(pooled[:, None])),
+    **dict.fromkeys(
+        ("bert", "gte", "nomic_bert"),
+        lambda module, pooled: module.classifier(module.base_model.pooler(pooled[:, None])),
+    ),
     "distilbert": lambda module, pooled: module.classifier(module.pre_classifier(pooled).relu()),
     "modernbert": lambda module, pooled: module.classifier(module.head(pooled)),
     **dict.fromkeys(

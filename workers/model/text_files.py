@@ -14,7 +14,7 @@ TextAnswer: TypeAlias = Literal["vectors", "labels"]
 
 _BIDIRECTIONAL = "gemma3_text"  # with use_bidirectional_attention, as EmbeddingGemma; else a decoder
 _BEFORE_FIRST = {
-    **dict.fromkeys(("bert", "distilbert", "electra", "modernbert", _BIDIRECTIONAL), False),
+    **dict.fromkeys(("bert", "distilbert", "electra", "gte", "modernbert", "nomic_bert", _BIDIRECTIONAL), False),
     **dict.fromkeys(("roberta", "xlm-roberta", "mpnet"), True),
 }
 """The model types that are served, and whether positions begin behind the padding token's id."""

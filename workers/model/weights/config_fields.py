@@ -203,6 +203,13 @@ COMPUTED: Mapping[str, Mapping[str, Any]] = {
     "modernbert": {**_ABSOLUTE, "layer_norm_eps": 1e-5, "sparse_pred_ignore_index": -100},
     "nemotron": {"normalization_type": "layernorm1p", "rope_percent": 0.5},
     "nemotron_h": {"norm_eps": 1e-5, "rms_norm_eps": 1e-5, "attention_head_dim": 128},
+    "nomic_bert": {
+        **{"n_embd": 768, "n_head": 12, "n_inner": 3072, "n_layer": 12, "activation_function": "swiglu"},
+        **{"layer_norm_epsilon": 1e-12, "max_trained_positions": 2048, "n_positions": 8192},
+        **{"rotary_emb_base": 1000, "rotary_emb_fraction": 1.0, "scale_attn_weights": True},
+        **{"dense_seq_output": True, "fused_bias_fc": True, "fused_dropout_add_ln": True, "use_xentropy": True},
+        "pad_vocab_size_multiple": 64,
+    },
     "phi": {"rotary_dim": 32},
     "qwen3_5_moe_text": _GATED,
     "qwen3_5_text": _GATED,
