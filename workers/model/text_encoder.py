@@ -32,12 +32,7 @@ _UNREAD = (
     *("generator_predictions.", "generator_lm_head.", "discriminator_predictions."),
 )
 """Beginnings of tensors of heads that guess masked or replaced tokens."""
-_WITH_POOLER = (
-    "bert",
-    "roberta",
-    "xlm-roberta",
-    _BY_DISTANCE,
-)  # whose classes make a pooler unless they are told not to
+_WITH_POOLER = ("bert", "roberta", "xlm-roberta", _BY_DISTANCE)  # whose classes make a pooler by default
 _TOLERANCE = {torch.float32: 1e-3}  # of the probe, relative in norm
 _TOLERANCE_16_BITS = 0.05
 
@@ -160,7 +155,7 @@ def _load(path: Path, config: Any, answer: TextAnswer, dtype: torch.dtype) -> An
     own: dict[str, Any] = (
         {"add_pooling_layer": False} if answer == "vectors" and config.model_type in _WITH_POOLER else {}
     )
-    config.use_cache = False  # no token follows that would read keys again
+    config.update({"use_cache": False})  # no token follows that would read keys again
     kind = AutoModelForSequenceClassification if answer == "labels" else AutoModel
     if not any(path.glob("*.safetensors")):
         raise ValueError(f"model directory {path} has no weights in *.safetensors, the only format that is loaded")

@@ -143,6 +143,24 @@ _ERNIE = {"use_rmsnorm": True, "weight_share_add_bias": True}
 _GATED = {"attn_output_gate": True, "mamba_ssm_dtype": "float32"}
 _HUNYUAN = {"use_qk_norm": True, "use_rotary_pos_emb": True, "norm_type": "rms"}
 _ABSOLUTE = {"position_embedding_type": "absolute"}
+_NOMIC = {
+    "activation_function": "swiglu",
+    "dense_seq_output": True,
+    "fused_bias_fc": True,
+    "fused_dropout_add_ln": True,
+    "layer_norm_epsilon": 1e-12,
+    "max_trained_positions": 2048,
+    "n_embd": 768,
+    "n_head": 12,
+    "n_inner": 3072,
+    "n_layer": 12,
+    "n_positions": 8192,
+    "pad_vocab_size_multiple": 64,
+    "rotary_emb_base": 1000,
+    "rotary_emb_fraction": 1.0,
+    "scale_attn_weights": True,
+    "use_xentropy": True,
+}
 _LFM2 = {"block_use_swiglu": True, "block_norm_eps": 1e-5, "use_pos_enc": True, "theta": 1000000.0}
 COMPUTED: Mapping[str, Mapping[str, Any]] = {
     "afmoe": {"score_func": "sigmoid", "route_norm": True},
@@ -203,13 +221,7 @@ COMPUTED: Mapping[str, Mapping[str, Any]] = {
     "modernbert": {**_ABSOLUTE, "layer_norm_eps": 1e-5, "sparse_pred_ignore_index": -100},
     "nemotron": {"normalization_type": "layernorm1p", "rope_percent": 0.5},
     "nemotron_h": {"norm_eps": 1e-5, "rms_norm_eps": 1e-5, "attention_head_dim": 128},
-    "nomic_bert": {
-        **{"n_embd": 768, "n_head": 12, "n_inner": 3072, "n_layer": 12, "activation_function": "swiglu"},
-        **{"layer_norm_epsilon": 1e-12, "max_trained_positions": 2048, "n_positions": 8192},
-        **{"rotary_emb_base": 1000, "rotary_emb_fraction": 1.0, "scale_attn_weights": True},
-        **{"dense_seq_output": True, "fused_bias_fc": True, "fused_dropout_add_ln": True, "use_xentropy": True},
-        "pad_vocab_size_multiple": 64,
-    },
+    "nomic_bert": _NOMIC,
     "phi": {"rotary_dim": 32},
     "qwen3_5_moe_text": _GATED,
     "qwen3_5_text": _GATED,
