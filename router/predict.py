@@ -54,7 +54,8 @@ class PromptPrediction(Generic[Figure]):
 
     prefill: Figure  # of the replica's time for the uncached part of the prompt, with the pictures that it encodes
     alone: Figure  # to the first token if the replica has nothing else to do
-    admission_ttft: Figure  # to the first token with `delays`, as the replica's own admission computes that
+    admission_ttft: Figure  # to the first token with `delays`, as the replica's own admission computes that; 0 where no
+    # replica may refuse the request
     ttft: Figure  # to the first token
     chunk: Figure  # no seconds: tokens of the prompt that a step holds, if the replica has nothing else to do
     prompt_share: Figure  # no seconds: share of the replica's time that the prompt gets
@@ -98,8 +99,7 @@ def with_output(
     evicted = _evicted_seconds(loads, query.num_tokens + output, cached)
     late = _decode_lateness(loads, loads.classes[loads.priority_of(query.slo_class)], gap, output)
     work = output * token * loads.pipeline.interval_share
-    seconds = prompt.prefill, prompt.alone, prompt.admission_ttft, prompt.ttft, prompt.chunk, prompt.prompt_share
-    return Prediction(*seconds, prompt.prompt_lateness, prompt.delays, prompt.room_wait, evicted, gap, late, work)
+    return Prediction(*_but_room(prompt), prompt.room_wait, evicted, gap, late, work)
 
 
 def predict_prompt(
@@ -154,11 +154,14 @@ def predict_prompt(
     share = loads.shares.own[priority] - excess
     lent = Lent(loads.lent.share, loads.lent.seconds * loads.shares.delays_streams[priority])
     pace = pace_of(share, lent, behind, larger)
-    known_pace = pace_of(loads.shares.now[priority], lent, behind, larger)
+    admission_ttft = nothing_like(rest)
+    if query.may_refuse and largest(loads.refuses_late):
+        known_pace = pace_of(loads.shares.now[priority], lent, behind, larger)
+        admission_ttft = first_token_seconds(ahead, own, known_pace, drain, 0.0, 0.0, larger) + delays * known_pace
     return PromptPrediction(
         prefill=own,
         alone=own + drain,
-        admission_ttft=first_token_seconds(ahead, own, known_pace, drain, 0.0, 0.0, larger) + delays * known_pace,
+        admission_ttft=admission_ttft,
         ttft=first_token_seconds(ahead, own, pace, drain, not_before, loads.joins.filled_step, larger),
         chunk=chunk,
         prompt_share=1 / pace,

@@ -105,7 +105,7 @@ def _costs(profile: SchedulingProfile, learnt: Learnt) -> tuple[StepCost, Learnt
     """Return the cost of a replica's steps with what else it has learnt of them, or both as measured at its start."""
     if learnt.cost:
         return _cost_of(learnt.cost), learnt
-    return profile.cost, learnt._replace(interval_share=profile.interval_share, overrun=profile.overrun)
+    return profile.cost, Learnt((), profile.interval_share, profile.overrun, learnt.gap_share, learnt.encoder_cost)
 
 
 def _chunk_seconds(live: LiveProfile, profile: SchedulingProfile, cost: StepCost, alone: PromptSteps) -> float:
