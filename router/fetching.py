@@ -5,67 +5,51 @@ this are the seconds of prefill that the pages save at the replica that computes
 replica slots.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from math import inf
-from typing import NamedTuple
 
 import numpy as np
 
 from crossdock.router.loading import saved_seconds
 from crossdock.router.loads import Loads, Slots
-from crossdock.router.placement import HANDOVER_S, PAIR_CANDIDATES, Candidates, due_s, least, prompt_costs
+from crossdock.router.placement import HANDOVER_S, PAIR_CANDIDATES, Choice, Fetch, least
 from crossdock.router.predict import PromptPrediction
 from crossdock.workers.schedule.cost.formula import Floats
-from crossdock.workers.schedule.request.slo import SloClass
 
 FETCH_CANDIDATES = 8
 """Replicas of least cost that are tried with a fetch. More would cost time at every decision."""
 
 
-class Fetch(NamedTuple):
-    """From where a replica would fetch pages."""
-
-    source: int  # its slot
-    tokens: float  # of the prompt, that the source has
-    seconds: float  # for which the source's link is busy with the pages
-
-
-def with_sources(
-    loads: Loads,
-    cached: Floats,
+def try_fetches(
+    choice: Choice,
     ages: Floats,
-    here: PromptPrediction[Floats],
     predict: Callable[[Slots, Floats], PromptPrediction[Floats]],
-    slo: SloClass,
-    candidates: Candidates,
     link_waits: Floats,
     tokens_at: Callable[[int], float],
-) -> tuple[Mapping[str, float], Mapping[int, Fetch]]:
-    """Improve the prediction where replicas fetch pages and that costs less. Return from where they do, by slot; before
-    it the least predicted TTFT, in seconds, at the replica with most of the prefix, with a fetch, and elsewhere
-    without one.
+) -> None:
+    """Improve the prediction where replicas fetch pages and that costs less, and note from where they do.
 
     Args:
-        cached: tokens of the prompt that each replica has.
         ages: seconds since each replica's last report.
-        here: the prediction without a fetch, which this changes.
         predict: returns the prediction at the replicas of some slots, with so many cached tokens each.
-        tokens_at: returns how many tokens of the prompt the replica in a slot has reported. `cached` may have more, of
-            prompts that are on their way to the replica.
+        tokens_at: returns how many tokens of the prompt the replica in a slot has reported. `choice.cached` may have
+            more, of prompts that are on their way to the replica.
         link_waits: seconds until each replica's link is free; infinity where a replica must not be a source.
     """
-    first = candidates.first
+    loads, cached, here = choice.loads, choice.cached, choice.prediction
+    first = choice.candidates.first
     sources = _best_sources(loads, cached, link_waits)
     if not len(sources):
-        return {}, {}
+        return
     held = np.array([tokens_at(int(source)) for source in sources])
     most = float(held.max())
     if most <= cached.take(first).min():  # none has more than others, as of a text before all prompts
-        return _alternatives(here, here.ttft[:0], cached, first), {}
-    due = due_s(here, slo, first)
-    costs = prompt_costs(slo, due, here)
+        choice.alternatives = _alternatives(choice, here.ttft[:0])
+        return
+    due = choice.due_s()
+    costs = choice.prompt_costs(due, here)
     saved = saved_seconds(loads, cached, np.maximum(most - cached, 0.0))
-    tried = least(first.compress(saved.take(first) > 0), costs - (slo.weight + 1) * saved, FETCH_CANDIDATES)
+    tried = least(first.compress(saved.take(first) > 0), costs - (choice.slo.weight + 1) * saved, FETCH_CANDIDATES)
     before = here.ttft.take(tried) - here.prefill.take(tried) / here.prompt_share.take(tried)
     lacking = most - cached.take(tried)
     more = held[:, None] - cached.take(tried)  # [source, place in `tried`]
@@ -73,31 +57,34 @@ def with_sources(
     # The source sees the question after its running step; the fetching replica sees the offer after its own.
     turn_left = loads.turn_left(ages)
     waits = HANDOVER_S + turn_left[tried] + (turn_left[sources] + link_waits[sources])[:, None]
-    may = (more > 0) & (candidates.groups[sources, None] == candidates.groups[tried])
+    groups = choice.candidates.groups
+    may = (more > 0) & (groups[sources, None] == groups[tried])
     arrival = waits + travel
     gain = may * (more / lacking * saved.take(tried) - np.maximum(arrival - before, 0.0))
     at = np.flatnonzero(gain.max(axis=0) > 0)
     best = gain.argmax(axis=0)[at]
     tried = tried[at]
     if not len(tried):
-        return _alternatives(here, here.ttft[:0], cached, first), {}
+        choice.alternatives = _alternatives(choice, here.ttft[:0])
+        return
     fetched = predict(tried, held[best])
     before = fetched.ttft - fetched.prefill / fetched.prompt_share
     fetched.ttft += np.maximum(arrival[best, at] - before, 0.0)
-    is_better = prompt_costs(slo, due, fetched) < costs[tried]
+    is_better = choice.prompt_costs(due, fetched) < costs[tried]
     is_better &= fetched.room_wait <= 0  # a replica that lacks room declines the offered pages
-    alternatives = _alternatives(here, fetched.ttft, cached, first)
+    choice.alternatives = _alternatives(choice, fetched.ttft)
     here.improve(fetched, tried, is_better)
     fetches = [each[is_better].tolist() for each in (tried, sources[best], held[best], travel[best, at])]
-    return alternatives, {slot: Fetch(*fetch) for slot, *fetch in zip(*fetches, strict=True)}
+    choice.fetches = {slot: Fetch(*fetch) for slot, *fetch in zip(*fetches, strict=True)}
 
 
-def _alternatives(here: PromptPrediction[Floats], fetched: Floats, cached: Floats, first: Slots) -> dict[str, float]:
+def _alternatives(choice: Choice, fetched: Floats) -> dict[str, float]:
     """Return the least predicted TTFT, in seconds, of each way to use the longest prefix or not to.
 
-    `fetched`: predicted TTFTs with a fetch. `first`: replicas that may make the first token."""
-    is_holder = cached.take(first) == cached.max()
-    ttft = here.ttft.take(first)
+    `fetched`: predicted TTFTs with a fetch."""
+    first = choice.candidates.first
+    is_holder = choice.cached.take(first) == choice.cached.max()
+    ttft = choice.prediction.ttft.take(first)
     ways = {"holder": ttft.compress(is_holder), "fetch": fetched, "compute": ttft.compress(~is_holder)}
     return {way: round(float(seconds.min()), 6) for way, seconds in ways.items() if len(seconds)}
 

@@ -4,20 +4,20 @@ No clock and no network: time and messages come in, placements go out. Several r
 the reports of every replica, and counts its own in-flight loads only until the replica's report includes them.
 """
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from crossdock.router import baselines
-from crossdock.router.fetching import Fetch, with_sources
-from crossdock.router.loading import with_loads
+from crossdock.router.fetching import try_fetches
+from crossdock.router.loading import try_loads
 from crossdock.router.loads import Slots
-from crossdock.router.placement import Candidates, Placement, SlotPair, choose, first_token_s
-from crossdock.router.predict import Prediction, PromptPrediction, lacks_room, predict_prompt, with_output
+from crossdock.router.placement import Candidates, Choice, Placement, SlotPair, choose, first_token_s
+from crossdock.router.predict import PromptPrediction, lacks_room, predict_prompt, with_output
 from crossdock.router.prefixes import Prefixes, num_shared, pages_by_slot
 from crossdock.router.query import Query
 from crossdock.router.replica_table import ReplicaState, ReplicaTable
@@ -68,16 +68,6 @@ _INSTANT = 1e-9  # seconds of a prompt that costs nothing: one of 0 s is compute
 
 MOST_IN_USE = 16
 """Replicas whose cached pages are compared with those of running requests. More would cost time at every decision."""
-
-
-class Ways(NamedTuple):
-    """The prediction with the best way to each replica's pages of a prompt."""
-
-    prediction: Prediction[Any]
-    cached: Any  # [slot]: tokens of the prompt in its pool, or loaded; not those fetched. A float of an only replica
-    loading: Sequence[int] | Slots = ()  # replicas that load pages from tiers
-    alternatives: Mapping[str, float] = {}  # see `with_sources`
-    fetches: Mapping[int, Fetch] = {}  # by slot of a replica that fetches pages from another
 
 
 @dataclass(slots=True)
@@ -143,22 +133,27 @@ class Fleet:
         if (placement := self._on_the_only(query, now, candidates)) is not None:
             return placement
         self.table.refresh(now)
-        ways = self._with_prefixes(query, now, candidates, exclude)
+        choice = self._with_prefixes(query, now, candidates, exclude)
         if self.config.policy == "seconds":
-            slo = self._slo(query)
-            pair = choose(self.table.loads, query, ways.cached, ways.prediction, slo, candidates)
+            pair = choose(choice)
         else:
-            policy = baselines.POLICIES[self.config.policy]
-            pair = baselines.place(policy, self.table, candidates, query, ways.cached, self.num_chosen)
-        return self._placement(query, ways, pair, candidates)
+            pair = baselines.place(baselines.POLICIES[self.config.policy], self.table, choice, self.num_chosen)
+        return self._placement(choice, pair)
 
     def book(self, query: Query, placement: Placement) -> None:
         """Count a request as given to the replicas of `placement`, to which it is on its way."""
         self._placed[query.request_id] = query, placement.replicas
+        cached, priority = placement.cached_tokens, self.table.loads.priority_of(query.slo_class)
         for replica in self._replicas_of(query.request_id):
+            size = replica.profile.page_size
             seconds = max(placement.prefill_seconds, _INSTANT) if replica.name == placement.replicas[0] else 0.0
             decodes = replica.name == placement.decode and not query.is_prompt_alone
-            self._book(replica, query, seconds, placement.cached_tokens, decodes=decodes)
+            held = int(self._num_held(replica, query, cached)) // size
+            here = min(self.prefixes.num_reported(replica.slot, query.page_hashes), cached // size)
+            pages = replica.profile.needs.at_once(query.num_tokens + query.expected_output * decodes, held)
+            in_flight = InFlightLoad(query, priority, seconds, pages, decodes, self.table.now, max(here - held, 0))
+            replica.place(query.request_id, in_flight)
+            self.prefixes.expect(replica.slot, query.page_hashes)
         if placement.source in self.table.by_name:
             self.table.send(self.table.by_name[placement.source], placement.source_seconds)
 
@@ -207,17 +202,6 @@ class Fleet:
         _, names = self._placed.get(request_id, (None, ()))
         return [self.table.by_name[name] for name in names if name in self.table.by_name]
 
-    def _book(self, replica: ReplicaState, query: Query, seconds: float, cached_tokens: int, *, decodes: bool) -> None:
-        """Count one leg of a request as given to a replica."""
-        size = replica.profile.page_size
-        held = int(self._num_held(replica, query, cached_tokens)) // size
-        here = min(self.prefixes.num_reported(replica.slot, query.page_hashes), cached_tokens // size)
-        pages = replica.profile.needs.at_once(query.num_tokens + query.expected_output * decodes, held)
-        priority = self.table.loads.priority_of(query.slo_class)
-        in_flight = InFlightLoad(query, priority, seconds, pages, decodes, self.table.now, max(here - held, 0))
-        replica.place(query.request_id, in_flight)
-        self.prefixes.expect(replica.slot, query.page_hashes)
-
     def _closed_to(self, query: Query) -> Collection[str]:
         """Return the replicas that a request must not go to: they would give it other tokens, have outdated weights, or
         are paused. Where all others are paused, requests wait at paused ones."""
@@ -253,12 +237,6 @@ class Fleet:
 
     def _slo(self, query: Query) -> SloClass:
         return self.classes[self.table.loads.priority_of(query.slo_class)]
-
-    def _held(self, query: Query, tiers: Sequence[Prefixes] = ()) -> list[Floats]:
-        """Return how many tokens of the prompt each replica has in its pool, `[slot]`; the same with the first of its
-        tiers, and so on."""
-        size, num_slots = self.page_size, len(self.table.by_slot)
-        return [size * pages_by_slot(found, num_slots) for found in self.prefixes.match(self._usable(query), tiers)]
 
     def _usable(self, query: Query) -> Sequence[PageHash]:
         """Return the hashes of the pages that a prompt may find in a cache. At least one token is left to compute: the
@@ -312,65 +290,61 @@ class Fleet:
         cached = float(self.page_size * len(self.prefixes.match(self._usable(query))[0]))
         prediction = with_output(predict_prompt(row, query, cached, age), row, query, cached)
         slot = int(candidates.alone[0])
-        return self._placement(query, Ways(prediction, cached), SlotPair(slot, slot), candidates)
+        choice = Choice(query, self._slo(query), candidates, self.table.loads, cached, prediction)
+        return self._placement(choice, SlotPair(slot, slot))
 
-    def _with_prefixes(self, query: Query, now: float, candidates: Candidates, exclude: Collection[str]) -> Ways:
-        """Return the prediction in which replicas load pages from tiers, or fetch them from others, where that is
-        best."""
+    def _with_prefixes(self, query: Query, now: float, candidates: Candidates, exclude: Collection[str]) -> Choice:
+        """Return the choice for which replicas load pages from tiers, or fetch them from others, where that is best."""
         fastest, second = self.in_tiers
-        cached, *by_tier = self._held(query, (fastest, second) if len(second) else (fastest,) if len(fastest) else ())
+        tiers = (fastest, second) if len(second) else (fastest,) if len(fastest) else ()
+        hashes, size, num_slots = self._usable(query), self.page_size, len(self.table.by_slot)
+        cached, *by_tier = [size * pages_by_slot(each, num_slots) for each in self.prefixes.match(hashes, tiers)]
         ages = self.table.ages(now)
         in_use = self._in_use(query, cached, ages)
         predict = partial(self._predict, query, ages, in_use)
         loads = self.table.loads
-        slo = self._slo(query)
-        ways = Ways(with_output(predict(None, cached), loads, query, cached), cached)
+        prediction = with_output(predict(None, cached), loads, query, cached)
+        choice = Choice(query, self._slo(query), candidates, loads, cached, prediction)
         if by_tier:
-            tiers_of = self.table.tiers_of
-            loaded, loading = with_loads(loads, cached, by_tier, ways.prediction, predict, slo, candidates, tiers_of)
-            ways = ways._replace(cached=loaded, loading=loading)
+            try_loads(choice, by_tier, predict, self.table.tiers_of)
         may_fetch = self.config.policy == "seconds" and self.config.shipping != "never" and query.may_ship
         if not may_fetch or len(self.table) < 2 or not cached.any():  # a lone replica can fetch from none
-            return ways
-        waits, size, hashes = self.table.link_waits(exclude), self.page_size, self._usable(query)
+            return choice
 
         def reported(slot: int) -> float:
             return size * self.prefixes.num_reported(slot, hashes)
 
-        alternatives, fetches = with_sources(
-            loads, ways.cached, ages, ways.prediction, predict, slo, candidates, waits, reported
-        )
-        return ways._replace(alternatives=alternatives, fetches=fetches)
+        try_fetches(choice, ages, predict, self.table.link_waits(exclude), reported)
+        return choice
 
-    def _brought(self, query: Query, ways: Ways, slot: int, candidates: Candidates) -> tuple[str, dict[str, Any]]:
+    def _brought(self, choice: Choice, slot: int) -> tuple[str, dict[str, Any]]:
         """Return a word for how the replica in `slot` gets pages that it lacks, and what the placement says of that."""
-        alternatives = dict(ways.alternatives)
-        if len(ways.loading):
-            alternatives["load"] = round(float(ways.prediction.ttft[ways.loading].min()), 6)
-        if alternatives and len(candidates.prefills):
-            asked = self.table.loads, query, ways.cached, ways.prediction, candidates.prefills, candidates.decodes
-            alternatives["ship"] = round(first_token_s(*asked), 6)
-        if fetch := ways.fetches.get(slot):
+        alternatives = dict(choice.alternatives)
+        if len(choice.loading):
+            alternatives["load"] = round(float(choice.prediction.ttft[choice.loading].min()), 6)
+        if alternatives and len(choice.candidates.prefills):
+            pairs = choice.candidates.prefills, choice.candidates.decodes
+            alternatives["ship"] = round(first_token_s(choice, *pairs), 6)
+        if fetch := choice.fetches.get(slot):
             source = self.table.replica_in(fetch.source).name
             sent = {"source": source, "source_tokens": int(fetch.tokens), "source_seconds": fetch.seconds}
             return " fetched", {"alternatives": alternatives, **sent}
-        return " loaded" * (slot in ways.loading), {"alternatives": alternatives}
+        return " loaded" * (slot in choice.loading), {"alternatives": alternatives}
 
-    def _placement(self, query: Query, ways: Ways, pair: SlotPair, candidates: Candidates) -> Placement:
+    def _placement(self, choice: Choice, pair: SlotPair) -> Placement:
         """Return the placement of a request on a pair of replicas."""
-        prefill, decode, slo, prediction = pair.prefill, pair.decode, self._slo(query), ways.prediction
+        prefill, decode, slo, prediction = pair.prefill, pair.decode, choice.slo, choice.prediction
         first, last = self.table.replica_in(prefill), self.table.replica_in(decode)
-        ttft, alone, cached = [_at(each, prefill) for each in (prediction.ttft, prediction.alone, ways.cached)]
+        ttft, alone, cached = [_at(each, prefill) for each in (prediction.ttft, prediction.alone, choice.cached)]
         if prefill != decode:
-            slots = np.array([prefill]), np.array([decode])
-            ttft = first_token_s(self.table.loads, query, ways.cached, prediction, *slots)
+            ttft = first_token_s(choice, np.array([prefill]), np.array([decode]))
         late = slo.weight * max(ttft - slo.ttft_deadline(alone), 0.0)
         late += _at(prediction.prompt_lateness, prefill) + _at(prediction.decode_lateness, decode)
-        how, brought = self._brought(query, ways, prefill, candidates)
+        how, brought = self._brought(choice, prefill)
         reason = self.config.policy + how
         if self.config.policy == "seconds":
             reason = ("local" if prefill == decode else "shipped") + how
-            reason += " cached" * bool(2 * cached >= query.num_tokens) + " late" * bool(late > 0)
+            reason += " cached" * bool(2 * cached >= choice.query.num_tokens) + " late" * bool(late > 0)
         return Placement(
             decode=last.name,
             prefill=first.name if first is not last else None,

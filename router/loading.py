@@ -8,45 +8,40 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from crossdock.router.loads import Loads, Slots
-from crossdock.router.placement import Candidates, due_s, least, prompt_costs
+from crossdock.router.placement import Choice, least
 from crossdock.router.predict import PromptPrediction
 from crossdock.workers.report.live_profile import TierLoads
 from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.first_token import loads_sooner
-from crossdock.workers.schedule.request.slo import SloClass
 
 LOAD_CANDIDATES = 8
 """Replicas of least cost that are tried with a load. More would cost time at every decision."""
 
 
-def with_loads(
-    loads: Loads,
-    cached: Floats,
+def try_loads(
+    choice: Choice,
     by_tier: Sequence[Floats],
-    here: PromptPrediction[Floats],
     predict: Callable[[Slots, Floats], PromptPrediction[Floats]],
-    slo: SloClass,
-    candidates: Candidates,
     tiers_of: Callable[[int], TierLoads],
-) -> tuple[Floats, Slots]:
-    """Improve the prediction where replicas load pages sooner than they compute them. Return the tokens of the prompt
-    that each replica has then, and the slots of those that load.
+) -> None:
+    """Improve the prediction where replicas load pages sooner than they compute them, and note which ones do.
 
     Args:
-        cached: tokens of the prompt in each replica's pool, `[slot]`.
-        by_tier: the same with the pages in its fastest tier, and where there is another, with those in that, too.
-        here: the prediction without a load, which this changes.
+        choice: its `cached` is of the replicas' pools so far.
+        by_tier: the same with the pages in a replica's fastest tier, and where there is another, with those in that,
+            too.
         predict: returns the prediction at the replicas of some slots, with so many cached tokens each.
         tiers_of: returns the prices of the loads of the replica in a slot.
     """
+    loads, cached, here = choice.loads, choice.cached, choice.prediction
     more = by_tier[-1] - cached
-    first = candidates.first
+    first = choice.candidates.first
     slots: Slots = first.compress(more.take(first) > 0)
     if len(slots) > LOAD_CANDIDATES:
-        costs = prompt_costs(slo, due_s(here, slo, first), here)
-        slots = least(slots, costs - (slo.weight + 1) * saved_seconds(loads, cached, more), LOAD_CANDIDATES)
+        costs = choice.prompt_costs(choice.due_s(), here)
+        slots = least(slots, costs - (choice.slo.weight + 1) * saved_seconds(loads, cached, more), LOAD_CANDIDATES)
     if not len(slots):
-        return cached, slots
+        return
     before = cached[slots]
     tiers = [tiers_of(int(slot)) for slot in slots]
     queue = np.array([each.queue_seconds for each in tiers])
@@ -73,9 +68,9 @@ def with_loads(
     loaded.ttft = loaded.ttft + wait
     loaded.prefill = loaded.prefill + both
     here.improve(loaded, slots, is_sooner)
-    tokens = cached.copy()
-    tokens[slots[is_sooner]] = before[is_sooner]
-    return tokens, slots[is_sooner]
+    choice.cached = cached.copy()
+    choice.cached[slots[is_sooner]] = before[is_sooner]
+    choice.loading = slots[is_sooner]
 
 
 def saved_seconds(loads: Loads, cached: Floats, more: Floats) -> Floats:
