@@ -53,10 +53,10 @@ def place(policy: Policy, table: ReplicaTable, choice: Choice, number: int) -> S
     def pick(slots: Slots) -> int:
         return int(slots[policy(view_of(slots))])
 
-    prefills = np.intersect1d(candidates.prefills, table.slots_of("prefill"))
+    prefills = table.with_role("prefill", candidates.prefills)
     if not len(prefills) or not len(candidates.decodes):
         alone = candidates.alone if len(candidates.alone) else candidates.decodes
-        mixed = np.intersect1d(alone, table.slots_of("mixed"))
+        mixed = table.with_role("mixed", alone)
         slot = pick(mixed if len(mixed) else alone)
         return SlotPair(slot, slot)
     own = np.intersect1d(candidates.decodes, candidates.alone)

@@ -6,6 +6,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from math import inf
+from typing import get_args
 
 import numpy as np
 from msgspec import structs
@@ -21,6 +22,7 @@ from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.request.slo import SloClass
 from crossdock.workers.schedule.request.weight_version import WeightVersion
 
+ROLES: Sequence[Role] = get_args(Role)
 _FIRST_CAPACITY = 8  # slots; doubled when they run out
 _SEEN = 64  # pending requests of which the row may lack one
 
@@ -172,6 +174,7 @@ class ReplicaTable:
     loads: Loads = field(init=False)
     groups: NDArray[np.int64] = field(init=False)  # [slot]: pages travel only within a group
     name_hashes: NDArray[np.uint32] = field(init=False)  # [slot]
+    roles: NDArray[np.int64] = field(init=False)  # [slot]: places in `ROLES`; -1 in an empty slot
     heard_at: Floats = field(init=False)  # [slot]: time of the last message; infinity in an empty slot
     news_at: Floats = field(init=False)  # [slot]: time of the last new live profile
     sends_until: Floats = field(init=False)  # [slot]: time at which the replica has sent the prefixes asked for so far
@@ -185,6 +188,7 @@ class ReplicaTable:
     def __post_init__(self) -> None:
         self.groups = np.zeros(0, dtype=np.int64)
         self.name_hashes = np.zeros(0, dtype=np.uint32)
+        self.roles = np.zeros(0, dtype=np.int64)
         self.heard_at = self.news_at = self.sends_until = np.zeros(0)
         self._allocate(_FIRST_CAPACITY)
 
@@ -201,6 +205,7 @@ class ReplicaTable:
         self.by_name[name] = self.by_slot[slot] = ReplicaState(name, slot, profile, self._dirty)
         self.name_hashes[slot] = zlib.crc32(name.encode())
         self.groups[slot] = self._group_of[_group(name, profile)]
+        self.roles[slot] = ROLES.index(profile.role)
         self.heard_at[slot] = self.news_at[slot] = self.sends_until[slot] = now
         self._all_heard_since = min(self._all_heard_since, now)
         self._dirty.add(slot)
@@ -221,6 +226,7 @@ class ReplicaTable:
         if not any(_group(other.name, other.profile) == group for other in self.by_name.values()):
             del self._group_of[group]
         self.heard_at[replica.slot] = inf
+        self.roles[replica.slot] = -1
         self._dirty.discard(replica.slot)
         self._stale.discard(replica.slot)
         self._candidates.clear()
@@ -238,6 +244,7 @@ class ReplicaTable:
             self.outdated = set(self.by_name)
         (self.outdated.add if live.weights.number < self.newest.number else self.outdated.discard)(replica.name)
         if replica.role != role:
+            self.roles[replica.slot] = ROLES.index(replica.role)
             self._candidates.clear()
         self.news_at[replica.slot] = now
 
@@ -301,7 +308,7 @@ class ReplicaTable:
         """Return the seconds until each replica's link is free of the prefixes that this router has asked for; infinity
         for silent replicas and those in `exclude`."""
         waits = np.maximum(self.sends_until - self.now, 0.0)
-        waits[[*self._stale, *(self.by_name[name].slot for name in exclude if name in self.by_name)]] = inf
+        waits[[*self._stale, *self._slots_of(exclude)]] = inf
         return waits
 
     def send(self, replica: ReplicaState, seconds: float) -> None:
@@ -340,6 +347,7 @@ class ReplicaTable:
         self.by_slot += [None] * len(new)
         self.groups = np.append(self.groups, new.astype(np.int64))
         self.name_hashes = np.append(self.name_hashes, new.astype(np.uint32))
+        self.roles = np.append(self.roles, new.astype(np.int64) - 1)
         self.heard_at = np.append(self.heard_at, new + inf)
         self.news_at = np.append(self.news_at, new)
         self.sends_until = np.append(self.sends_until, new)
@@ -362,7 +370,9 @@ class ReplicaTable:
         key = shipping, is_prompt_alone
         if not exclude and key in self._candidates:
             return self._candidates[key]
-        mixed, prefills, decodes = (self.slots_of(role, exclude) for role in ("mixed", "prefill", "decode"))
+        is_left = self.roles >= 0
+        is_left[self._slots_of(exclude)] = False
+        mixed, prefills, decodes = (self.with_role(role, np.flatnonzero(is_left)) for role in ROLES)
         first, last = (prefills, decodes) if is_prompt_alone else (decodes, prefills)
         alone = np.concatenate([mixed, first]) if len(mixed) or len(first) else last
         if not len(alone):
@@ -381,10 +391,13 @@ class ReplicaTable:
             self._candidates[key] = found
         return found
 
-    def slots_of(self, role: Role, exclude: Collection[str] = ()) -> Slots:
-        """Return the slots of the replicas of a role, in order, without those of names in `exclude`."""
-        slots = [each.slot for each in self.by_name.values() if each.role == role and each.name not in exclude]
-        return np.array(sorted(slots), dtype=np.intp)
+    def with_role(self, role: Role, slots: Slots) -> Slots:
+        """Return those of `slots` whose replicas have a role, in the same order."""
+        return slots[self.roles[slots] == ROLES.index(role)]
+
+    def _slots_of(self, names: Collection[str]) -> list[int]:
+        """Return the slots of the replicas of these names that have not left."""
+        return [self.by_name[name].slot for name in names if name in self.by_name]
 
 
 def _group(name: str, profile: SchedulingProfile) -> str:
