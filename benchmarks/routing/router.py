@@ -14,7 +14,7 @@ import random
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -79,10 +79,13 @@ def microseconds(seconds: list[float]) -> str:
     return f"{1e6 * statistics.median(ordered):6.0f} / {1e6 * ordered[int(0.99 * len(ordered))]:6.0f} µs"
 
 
-def decisions(num_replicas: int, roles: tuple[Role, ...], policy: str, count: int, cached: str) -> str:
+def decisions(
+    num_replicas: int, roles: tuple[Role, ...], policy: str, count: int, cached: str, exclude: Collection[str] = ()
+) -> str:
     """Return the time of a choice, an in-flight load and an update from a replica, while all replicas send updates.
 
-    `cached`: where replicas have prefixes: "pools", "tiers" below them too, or "" for nowhere."""
+    `cached`: where replicas have prefixes: "pools", "tiers" below them too, or "" for nowhere. `exclude`: names of
+    replicas that get no request, as after a failure there."""
     rng = random.Random(1)
     fleet = Fleet(RouterConfig.model_validate({"policy": policy}))
     names = [f"replica-{number}" for number in range(num_replicas)]
@@ -111,7 +114,7 @@ def decisions(num_replicas: int, roles: tuple[Role, ...], policy: str, count: in
         length = rng.choice(PROMPTS)
         pages = hashes[: length // 16] if cached else ()
         query = Query(f"request-{number}", length, pages, rng.choice(["interactive", "standard", "batch"]))
-        placement = timed("choose", partial(fleet.choose, query, now))
+        placement = timed("choose", partial(fleet.choose, query, now, exclude))
         timed("book", partial(fleet.book, query, placement))
         running.append(query.request_id)
         if len(running) > 2 * num_replicas:
@@ -168,6 +171,9 @@ def main() -> None:
             roles, cached = KINDS[kind]
             row = decisions(num_replicas, roles, "seconds", args.count, cached)
             print(f"| {num_replicas:,} {kind} | seconds | {row} |", flush=True)
+    most = max(args.replicas)
+    row = decisions(most, ("mixed",), "seconds", args.count, "", ["replica-0"])
+    print(f"| {most:,} mixed, one excluded | seconds | {row} |", flush=True)
     print("\n| waiting | streams | live profile, p50 / p99 | size |\n|---|---|---|---|")
     for waiting, running in ((0, 1), (8, 64), (200, 200)):
         print(f"| {waiting} | {running} | {advertising(waiting, running)} |", flush=True)
