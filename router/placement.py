@@ -274,5 +274,6 @@ def late_refusal_s(choice: Choice) -> Floats:
 def _late_s(choice: Choice, slots: Slots | int, room: Floats) -> Floats:
     """Return by how many seconds first tokens made in `slots` are expected to be late. `room`: seconds until there is
     some."""
-    late: Floats = np.maximum(choice.prediction.admission_ttft[slots], room)
-    return late - np.maximum(choice.slo.ttft_s, 2 * choice.prediction.alone[slots])
+    promised = np.maximum(choice.slo.ttft_s, 2 * choice.prediction.alone[slots])
+    late: Floats = np.maximum(choice.prediction.admission_ttft[slots], room) - promised
+    return late

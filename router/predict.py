@@ -99,7 +99,8 @@ def with_output(
     evicted = _evicted_seconds(loads, query.num_tokens + output, cached)
     late = _decode_lateness(loads, loads.classes[loads.priority_of(query.slo_class)], gap, output)
     work = output * token * loads.pipeline.interval_share
-    return Prediction(*_but_room(prompt), prompt.room_wait, evicted, gap, late, work)
+    figures = [*_but_room(prompt), prompt.room_wait, evicted, gap, late, work]
+    return Prediction(*figures)
 
 
 def predict_prompt(

@@ -393,7 +393,8 @@ class ReplicaTable:
 
     def with_role(self, role: Role, slots: Slots) -> Slots:
         """Return those of `slots` whose replicas have a role, in the same order."""
-        return slots[self.roles[slots] == ROLES.index(role)]
+        found: Slots = slots[self.roles[slots] == ROLES.index(role)]
+        return found
 
     def _slots_of(self, names: Collection[str]) -> list[int]:
         """Return the slots of the replicas of these names that have not left."""

@@ -189,6 +189,15 @@ def test_shipping_setting_overrides_the_prediction(shipping: str) -> None:
     assert (alone.prefill, alone.decode) == (None, "p")  # a replica of any role can do everything
 
 
+def test_replica_gets_the_work_of_the_role_that_it_reports() -> None:
+    fleet = pools(shipping="always")
+    for sequence, roles in enumerate((("prefill", "decode"), ("decode", "prefill")), start=2):
+        for name, role in zip("pd", roles, strict=True):
+            fleet.hear(name, live(sequence, role=role), 0.0)
+        chosen = fleet.choose(query(f"{sequence}", 3000), 0.0)
+        assert (chosen.prefill, chosen.decode) == (("p", "d") if sequence == 2 else ("d", "p"))
+
+
 class Problem:
     """One choice of a random fleet, whose replicas have reported random work."""
 
