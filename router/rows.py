@@ -57,7 +57,7 @@ def row(
     gap = pace.now.gap
     future, joining = _future(work, cost, learnt, profile, classes)
     groups = work.groups()
-    num_groups = [max(map(len, of_class)) for of_class in zip(*groups, strict=True)]
+    num_groups = [max(len(reported), len(others)) for reported, others in zip(*groups, strict=True)]
     urgent_reported, urgent_booked = map(_urgent_seconds, groups)
     room, ends = room_of(profile, live, booked, work, max(gap, cost.base), pace.share)
     coming = [(each.at - reported_at, each.seconds) for each in booked if each.seconds and not each.has_first]
@@ -267,7 +267,9 @@ def _delays_streams(policy: str, streams: Sequence[float]) -> list[bool]:
 
 def _urgent_seconds(groups: Sequence[Sequence[Group]]) -> list[float]:
     """Return the seconds of prompts that are more urgent than each class. `groups`: by priority."""
-    found = [0.0]
-    for of_class in groups[:-1]:
-        found.append(sum([seconds for _, seconds in of_class], found[-1]))
+    found, more_urgent = list[float](), 0.0
+    for of_class in groups:
+        found.append(more_urgent)
+        for _, seconds in of_class:
+            more_urgent += seconds
     return found
