@@ -33,7 +33,9 @@ def save(folder: Path) -> None:
 
 async def answers(folder: Path, rounds: list[list[dict[str, Any]]]) -> list[list[httpx.Response]]:
     """Return the answers of one server: each round's requests run at once."""
-    config = EngineConfig(kv_cache_memory=ByteSize(4 << 20), max_num_batched_tokens=32, max_num_seqs=8)
+    config = EngineConfig(
+        kv_cache_memory=ByteSize(4 << 20), max_num_batched_tokens=32, max_num_seqs=8, admission="queue"
+    )
     engine = new_engine(load_model(ModelSpec(str(folder), "float32")), config)
     dispatcher, replica = Dispatcher("tiny"), InProcess(engine=engine)
     app = one_model_api(dispatcher, ModelTokenizer(TOKENIZERS["byte_level"]()), HttpConfig())

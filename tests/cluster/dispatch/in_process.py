@@ -49,8 +49,8 @@ class InProcess:
         *,
         engine: Engine | None = None,
     ) -> None:
-        """`engine`: None makes one with `config` on a small random model."""
-        config = config or EngineConfig(kv_cache_memory=ByteSize(4 << 20))
+        """`engine`: None makes one with `config` on a small random model. None: it refuses no request."""
+        config = config or EngineConfig(kv_cache_memory=ByteSize(4 << 20), admission="queue")
         if engine is None:
             rank = config.max_lora_rank if config.enable_lora else 0
             engine = new_engine(wrap_module(build("llama", {}), LoadOptions(max_lora_rank=rank)), config)

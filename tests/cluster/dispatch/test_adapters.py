@@ -28,7 +28,9 @@ def adapters(tmp_path_factory: pytest.TempPathFactory) -> list[Tuned]:
 
 def replica(role: Role = "mixed", max_loras: int = 2) -> InProcess:
     memory = ByteSize(4 << 20)
-    return InProcess(EngineConfig(kv_cache_memory=memory, enable_lora=True, max_loras=max_loras), role)
+    return InProcess(
+        EngineConfig(kv_cache_memory=memory, enable_lora=True, max_loras=max_loras, admission="queue"), role
+    )
 
 
 def work(name: str, adapter: Adapter | None, num_tokens: int = 40) -> Submission:

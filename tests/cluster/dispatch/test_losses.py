@@ -110,6 +110,7 @@ async def test_tokens_with_a_head_in_pools_are_those_without_drafts_after_a_loss
     plain = InProcess()
     config = EngineConfig(
         kv_cache_memory=ByteSize(4 << 20),
+        admission="queue",
         speculative_config=SpeculativeConfig.model_validate(head_config(write_head(tmp_path, build("llama", {})))),
     )
     prefill, decode, other = InProcess(config, "prefill"), InProcess(config, "decode"), InProcess(config)

@@ -24,7 +24,8 @@ SHAPE = SIZES | {"vocab_size": 128, "max_position_embeddings": 512}
 
 
 def engine_of(path: Path) -> Engine:
-    return new_engine(load_model(ModelSpec(str(path), "float32")), EngineConfig(kv_cache_memory=ByteSize(4 << 20)))
+    config = EngineConfig(kv_cache_memory=ByteSize(4 << 20), admission="queue")
+    return new_engine(load_model(ModelSpec(str(path), "float32")), config)
 
 
 @torch.inference_mode()

@@ -56,7 +56,7 @@ async def test_answers_after_an_update_have_the_new_weights_tokens_alone(
     roles: tuple[str, str], folders: list[Path]
 ) -> None:
     """Prompts were cached with the old weights on both replicas: none of their pages is used."""
-    replicas = [InProcess(EngineConfig(kv_cache_memory=MEMORY), role) for role in roles]  # type: ignore[arg-type]
+    replicas = [InProcess(EngineConfig(kv_cache_memory=MEMORY, admission="queue"), role) for role in roles]  # type: ignore[arg-type]
     dispatcher = Dispatcher("tiny", RouterConfig(shipping="always"))
     async with serving(dispatcher, first=replicas[0], second=replicas[1]):
         rollouts, old = Rollouts(dispatcher), await output(dispatcher, "old", 20)

@@ -30,9 +30,10 @@ def tiny_model(max_model_len: int | None = None) -> LoadedModel:
 
 
 def engine_on(model: LoadedModel, num_pages: int = 1000, **config: Any) -> Engine:
-    """Return an engine whose pool has `num_pages` pages."""
+    """Return an engine whose pool has `num_pages` pages. It refuses no request, however slow the machine."""
     memory = num_pages * model.layout(config.get("page_size", 16)).page_bytes
-    return new_engine(model, EngineConfig(kv_cache_memory=ByteSize(memory), **config))
+    settings = {"admission": "queue"} | config
+    return new_engine(model, EngineConfig(kv_cache_memory=ByteSize(memory), **settings))
 
 
 def before_each_step(engine: Engine, note: Callable[[Batch], None]) -> None:

@@ -45,7 +45,9 @@ async def answered(kind: str, folder: Path, *pairs: Sequence[dict[str, Any]]) ->
     media = open_media(folder, tokenizer, HTTP)
     assert media is not None
     module = built(kind, folder, tokenizer.last_token_id + 1)
-    config = EngineConfig(kv_cache_memory=ByteSize(4 << 20), max_num_batched_tokens=32, max_num_seqs=8)
+    config = EngineConfig(
+        kv_cache_memory=ByteSize(4 << 20), max_num_batched_tokens=32, max_num_seqs=8, admission="queue"
+    )
     dispatcher, replica = Dispatcher("tiny"), InProcess(engine=new_engine(wrap_module(module), config))
     app = one_model_api(dispatcher, tokenizer, HTTP, media=media)
     try:
