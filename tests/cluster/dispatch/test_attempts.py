@@ -8,12 +8,14 @@ from typing import Any, cast
 
 import pytest
 from msgspec import structs
+from pydantic import ByteSize
 
 from crossdock.cluster.dispatch.dispatcher import Dispatcher, ReplicaLost, SuspectRequest, Timeouts
 from crossdock.cluster.dispatch.suspect_turns import SuspectTurns
 from crossdock.router.actions import ReplicaDead
 from crossdock.router.fleet import RouterConfig
 from crossdock.router.turn_queue import TurnQueue
+from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.serving import channel
 from crossdock.workers.replica.serving.readers import AttemptKey
 from crossdock.workers.report.advertise import Message
@@ -245,7 +247,8 @@ async def test_ingress_that_stops_reading_under_load_ends_there_and_nowhere_else
 
 @pytest.mark.timeout(900)  # half a minute beside 16 busy processes; once more than five
 async def test_thousand_outputs_at_once_all_come() -> None:
-    client = InProcess()
+    """Chunks have one size: where steps are slow, small ones would be thousands of steps over a thousand requests."""
+    client = InProcess(EngineConfig(kv_cache_memory=ByteSize(4 << 20), admission="queue", chunk_policy="fixed"))
     async with serving(
         Dispatcher("tiny", timeouts=Timeouts(silence_s=120.0, answer_s=120.0, patience_s=120.0)), one=client
     ) as dispatcher:
