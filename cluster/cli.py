@@ -2,11 +2,13 @@
 
 import contextlib
 import gc
+import os
 import signal
 import sys
 from dataclasses import dataclass
 from importlib import import_module
 from importlib.metadata import version as version_of
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -173,8 +175,17 @@ def main() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # as in a script's background job: `crossdock serve &`
         signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.set_threshold(_NEW_OBJECTS)
+    _require_home()
     with forked_replicas(ENVIRONMENT) if _serves_here(sys.argv[1:]) else contextlib.nullcontext():
         app()
+
+
+def _require_home() -> None:
+    """Give a user without a home directory one, as container engines do: libraries end where there is none."""
+    try:
+        Path.home()
+    except RuntimeError:
+        os.environ["HOME"] = "/"
 
 
 def _serves_here(arguments: list[str]) -> bool:

@@ -1,14 +1,20 @@
 """Do chunks of equal time leave two live pipeline stages less idle than prompts computed whole, and lose no tokens?
 
     OMP_WAIT_POLICY=PASSIVE python benchmarks/chunks/live_stages.py     # three policies, three rounds: 10 minutes
+    OMP_WAIT_POLICY=PASSIVE python benchmarks/chunks/live_stages.py --http
 
 Prints the idle share of the stages, tokens per second and the 99th percentile of the seconds between two tokens, as
 medians of the rounds. The default model runs on two processes of one thread each, with the load and the policies of
 stages.py; each round runs all policies. A stage is idle while its process uses no CPU: the seconds between the first
 request and the first token of the last, less those of CPU time. So the driver's scheduling counts as work.
+
+With --http a `crossdock serve --pp 2` has the stages, and clients keep as many requests open. Tokens are counted and
+timed where clients read them.
 """
 
 import argparse
+import asyncio
+import json
 import multiprocessing
 import sys
 import time
@@ -19,11 +25,13 @@ from typing import NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
+import httpx
 import numpy as np
 import psutil
 from pydantic import ByteSize
+from servers import add_server_options, crossdock_server
 from stages import SETTINGS, requests
-from tables import add_output_options, markdown, write
+from tables import markdown, write
 
 from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.replica.config import EngineConfig, ReplicaSpec
@@ -79,6 +87,60 @@ def feed(engine: Engine, waiting: deque[Submission], most_open: int, stages: lis
     return Ran(*idle, tokens / (time.monotonic() - began), float(np.percentile(gaps, 99)))
 
 
+def run_over_http(args: argparse.Namespace, policy: str) -> Ran:
+    """Serve two stages, and run the load once with the policy, as `feed` does, by clients of HTTP."""
+    classes = [{"name": "standard", "ttft_s": 600.0, "tpot_s": args.tpot}]
+    engine = SETTINGS[policy] | {"kv_cache_memory": 600 << 20, "enable_prefix_caching": False, "slo_classes": classes}
+    settings = {"pools.mixed.num_cpus": 1, "model.max_model_len": 8192} | {
+        f"engine.{name}": value
+        for name, value in (engine | {"admission": "queue", "max_num_seqs": 2 * args.open}).items()
+    }
+    flags = [f"--set={name}={json.dumps(value)}" for name, value in settings.items()]
+    with crossdock_server(args, "--pp", "2", *flags) as server:
+        running = {each: " ".join(each.cmdline()) for each in map(psutil.Process, server.processes_now())}
+        found = [
+            [each for each, line in running.items() if kind in line]
+            for kind in ("::Rank", "::ServeReplica:crossdock:mixed")
+        ]
+        [first], [last] = found
+        return asyncio.run(_ask(server.address, submissions(args.requests), 2 * args.open, [first, last]))
+
+
+async def _ask(url: str, waiting: list[Submission], most_open: int, stages: list[psutil.Process]) -> Ran:
+    """Keep so many requests in progress until all have ended."""
+    tokens = sum(len(each.prompt_token_ids) + each.sampling.max_tokens for each in waiting)
+    gaps: list[float] = []
+    idle: list[float] = []
+    turns = asyncio.Semaphore(most_open)
+    began, cpu = time.monotonic(), [_cpu_seconds(stage) for stage in stages]
+
+    async def ask(client: httpx.AsyncClient, submission: Submission, is_last: bool) -> None:
+        body = {"prompt": submission.prompt_token_ids, "max_tokens": submission.sampling.max_tokens, "temperature": 0}
+        times = []
+        async with (
+            turns,
+            client.stream(
+                "POST", "/v1/completions", json=body | {"ignore_eos": True, "stream": True, "return_token_ids": True}
+            ) as answer,
+        ):
+            async for line in answer.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                for choice in json.loads(line.removeprefix("data: "))["choices"]:
+                    times += [time.monotonic()] * len(choice.get("token_ids") or ())
+                if is_last and times and not idle:
+                    took = time.monotonic() - began
+                    idle[:] = [
+                        1 - (_cpu_seconds(each) - before) / took for each, before in zip(stages, cpu, strict=True)
+                    ]
+        assert len(times) == submission.sampling.max_tokens
+        gaps.extend(np.diff(times))
+
+    async with httpx.AsyncClient(base_url=url, timeout=None, limits=httpx.Limits(max_connections=None)) as client:
+        await asyncio.gather(*(ask(client, each, each is waiting[-1]) for each in waiting))
+    return Ran(*idle, tokens / (time.monotonic() - began), float(np.percentile(gaps, 99)))
+
+
 def _cpu_seconds(process: psutil.Process) -> float:
     times = process.cpu_times()
     return float(times.user + times.system)
@@ -114,13 +176,14 @@ def main() -> None:
     parser.add_argument("--open", type=int, default=6, help="requests in progress for each stage")
     parser.add_argument("--tpot", type=float, default=0.1, help="seconds per token promised (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=3)
-    add_output_options(parser, "live-stages")
+    parser.add_argument("--http", action="store_true", help="serve the stages, and ask over HTTP")
+    add_server_options(parser, "live-stages", 8471)
     args = parser.parse_args()
     args.model = str(resolve_model(args.model))
     runs: dict[str, list[Ran]] = {name: [] for name in SETTINGS}
     for _ in range(args.rounds):
         for name, each in runs.items():
-            each.append(run(args, name))
+            each.append((run_over_http if args.http else run)(args, name))
             print(f"{name}: {each[-1]}", file=sys.stderr, flush=True)
     lines = [["policy", "first stage idle", "last stage idle", "tokens/s", "gap p99 ms"]]
     for name, each in runs.items():

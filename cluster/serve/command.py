@@ -13,7 +13,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from crossdock.cluster.api.http.http_config import OPEN_TO_OTHERS
-from crossdock.cluster.config import ClusterConfig
+from crossdock.cluster.config import ClusterConfig, ModelConfig
 from crossdock.cluster.config_file import to_yaml
 from crossdock.cluster.serve.address import Address
 from crossdock.cluster.serve.flag_settings import configuration
@@ -28,13 +28,16 @@ from crossdock.cluster.serve.stop_signals import ending_at_once
 from crossdock.cluster.serve.summary import summary
 from crossdock.workers.model.memory.host_memory import free_on_host, used_by_family
 from crossdock.workers.model.text_files import TextAnswer, text_answer
+from crossdock.workers.model.weights.untrusted import read_config_file
 
-_EXAMPLES: Mapping[TextAnswer | None, tuple[str, str]] = {
-    None: ("/v1/chat/completions", '"messages": [{"role": "user", "content": "What is the capital of France?"}]'),
-    "vectors": ("/v1/embeddings", '"input": ["a text", "another"]'),
+_CHAT = ("/v1/chat/completions", '"messages": [{"role": "user", "content": "What is the capital of France?"}]')
+_PROMPT = ("/v1/completions", '"prompt": "The capital of France is"')
+_TEXTS = '"input": ["a text", "another"]'
+_EXAMPLES: Mapping[TextAnswer, tuple[str, str]] = {
+    "vectors": ("/v1/embeddings", _TEXTS),
     "labels": ("/v1/rerank", '"query": "a dog", "documents": ["the hound", "a house"]'),
 }
-"""Path and fields of the request that a start shows, by the answers of a text encoder; None: of other models."""
+"""Path and fields of the request that a start shows, by the answers of a text encoder."""
 
 
 @takes_flags(configuration)
@@ -161,17 +164,28 @@ def _describe_pools(config: ClusterConfig) -> str:
     )
 
 
-def _announce(config: ClusterConfig, address: Address, console: Console) -> None:
+def example(config: ModelConfig) -> tuple[str, str]:
+    """Return the path of a request that a model answers, and the fields of its body as JSON without braces."""
+    from crossdock.cluster.serve.tokenizer import has_chat_template
     from crossdock.workers.model.weights.checkpoint import resolve_model
 
+    folder = resolve_model(config.path, config.hf_overrides, needs_weights=False)
+    if (answer := text_answer(folder)) is not None:
+        return _EXAMPLES[answer]
+    names = read_config_file(folder).get("architectures")
+    if isinstance(names, list) and names and str(names[0]).endswith("ForSequenceClassification"):
+        return "/classify", _TEXTS
+    return _CHAT if has_chat_template(folder, config) else _PROMPT
+
+
+def _announce(config: ClusterConfig, address: Address, console: Console) -> None:
     names = [each.model.name for each in config.each_model]
     served = escape(", ".join(names))
     url = address.url
     on_node = f" of node {address.node}" if address.node else ""
     console.print(f"[bold green]Crossdock[/bold green] serves [bold]{served}[/bold] at {url}/v1{on_node}")
     model = f'"model": "{names[0]}", ' if config.models else ""
-    first = config.each_model[0].model
-    path, fields = _EXAMPLES[text_answer(resolve_model(first.path, first.hf_overrides, needs_weights=False))]
+    path, fields = example(config.each_model[0].model)
     body = f"{{{model}{fields}}}"
     key = " -H 'Authorization: Bearer KEY'" if config.http.needs_key else ""
     ask = f"curl {url}{path} -H 'Content-Type: application/json'{key} -d '{body}'"

@@ -39,6 +39,16 @@ def load_tokenizer(path: Path, config: ModelConfig) -> ModelTokenizer:
     return tokenizer
 
 
+def has_chat_template(path: Path, config: ModelConfig) -> bool:
+    """Report whether the model in the directory `path` answers chats, by its files: no tokenizer is loaded."""
+    if config.chat_template is not None:
+        return True
+    folder = path if config.tokenizer is None else resolve_tokenizer(config.tokenizer, config.path)
+    files = [folder / "chat_template.jinja", *folder.glob("additional_chat_templates/*.jinja")]
+    own = read_json_if_any(folder / "tokenizer_config.json").get("chat_template")
+    return bool(own or _processor_template(path)) or any(file.is_file() for file in files)
+
+
 def _processor_template(folder: Path) -> str | None:
     """Return the chat template that older checkpoints of models with pictures keep beside their processor."""
     found = read_json_if_any(folder / "chat_template.json").get("chat_template")

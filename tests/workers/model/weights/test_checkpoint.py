@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -121,16 +122,24 @@ def test_killed_conversion_leaves_no_usable_directory(cache: Path, monkeypatch: 
     assert {path.name for path in made.parent.iterdir()} == {"lock", made.name}
 
 
-def test_failed_conversion_can_be_retried(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_conversion_leaves_nothing_and_can_be_retried(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(_gguf: Path, target: Path) -> None:
         target.mkdir()
+        (target / "half").write_text("x")
         raise OSError("disk full")
 
     monkeypatch.setattr(checkpoint, "convert_gguf", fails)
-    with pytest.raises(OSError, match="disk full"):
+    with pytest.raises(ValueError, match=f"cannot be made in {cache}.*: disk full; CROSSDOCK_CACHE names another dir"):
         default_model_dir()
+    assert not list(cache.rglob("half"))
     monkeypatch.setattr(checkpoint, "convert_gguf", _slow_conversion(0, []))
     assert default_model_dir().is_dir()
+
+
+def test_cache_that_cannot_be_written_is_an_error_that_names_the_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CROSSDOCK_CACHE", "/dev/null/cache")  # root, too, makes no folder below a file
+    with pytest.raises(ValueError, match=r"made in /dev/null/cache/models/.*Not a directory.*; CROSSDOCK_CACHE names"):
+        default_model_dir()
 
 
 def test_missing_wheel_error_names_install_command(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -174,9 +183,28 @@ def test_path_that_is_no_model_is_refused_with_reason(tmp_path: Path) -> None:
         ("./absent", "does not exist"),
         ("a/b/c", "does not exist"),
         ("no such name!", "neither a directory nor a Hugging Face hub name"),
+        ("", "the model's name is empty"),
+        ("https://huggingface.co/org/name", "give the name on the hub: 'org/name'"),
+        ("https://hf.co/org/name/", "give the name on the hub: 'org/name'"),
+        ("huggingface.co/org/name/tree/main", "give the name on the hub: 'org/name'"),
+        ("hf://org/name", "give the name on the hub: 'org/name'"),
+        ("https://mirror.example/org/name", r"give a name of the Hugging Face hub \(org/name\), a directory, or"),
     ]:
         with pytest.raises(ValueError, match=reason):
             resolve_model(name)
+
+
+def test_directory_that_is_no_model_is_refused_with_what_to_give(tmp_path: Path) -> None:
+    for file, instead in [
+        ("adapter_config.json", "it holds an adapter: serve its base model with --lora-modules NAME=DIRECTORY"),
+        ("snapshots/0123/config.json", "the hub's cache has the model in {folder}/snapshots/0123"),
+        ("model-q4.gguf", "give one of its GGUF files, for example {folder}/model-q4.gguf"),
+    ]:
+        folder = tmp_path / file.partition(".")[0]
+        (folder / file).parent.mkdir(parents=True)
+        (folder / file).touch()
+        with pytest.raises(ValueError, match=re.escape(instead.format(folder=folder))):
+            resolve_model(str(folder))
 
 
 def test_hub_name_offline_is_refused_with_reason() -> None:
