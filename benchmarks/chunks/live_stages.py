@@ -91,18 +91,14 @@ def run_over_http(args: argparse.Namespace, policy: str) -> Ran:
     """Serve two stages, and run the load once with the policy, as `feed` does, by clients of HTTP."""
     classes = [{"name": "standard", "ttft_s": 600.0, "tpot_s": args.tpot}]
     engine = SETTINGS[policy] | {"kv_cache_memory": 600 << 20, "enable_prefix_caching": False, "slo_classes": classes}
-    settings = {"pools.mixed.num_cpus": 1, "model.max_model_len": 8192} | {
-        f"engine.{name}": value
-        for name, value in (engine | {"admission": "queue", "max_num_seqs": 2 * args.open}).items()
-    }
+    engine |= {"admission": "queue", "max_num_seqs": 2 * args.open}
+    settings = {"pools.mixed.num_cpus": 1, "model.max_model_len": 8192}
+    settings |= {f"engine.{name}": value for name, value in engine.items()}
     flags = [f"--set={name}={json.dumps(value)}" for name, value in settings.items()]
     with crossdock_server(args, "--pp", "2", *flags) as server:
-        running = {each: " ".join(each.cmdline()) for each in map(psutil.Process, server.processes_now())}
-        found = [
-            [each for each, line in running.items() if kind in line]
-            for kind in ("::Rank", "::ServeReplica:crossdock:mixed")
-        ]
-        [first], [last] = found
+        named = {" ".join(each.cmdline()): each for each in map(psutil.Process, server.processes_now())}
+        [first] = (each for name, each in named.items() if name.startswith("ray::Rank"))
+        [last] = (each for name, each in named.items() if name.startswith("ray::ServeReplica:crossdock:mixed"))
         return asyncio.run(_ask(server.address, submissions(args.requests), 2 * args.open, [first, last]))
 
 
@@ -115,25 +111,23 @@ async def _ask(url: str, waiting: list[Submission], most_open: int, stages: list
     began, cpu = time.monotonic(), [_cpu_seconds(stage) for stage in stages]
 
     async def ask(client: httpx.AsyncClient, submission: Submission, is_last: bool) -> None:
-        body = {"prompt": submission.prompt_token_ids, "max_tokens": submission.sampling.max_tokens, "temperature": 0}
-        times = []
-        async with (
-            turns,
-            client.stream(
-                "POST", "/v1/completions", json=body | {"ignore_eos": True, "stream": True, "return_token_ids": True}
-            ) as answer,
-        ):
-            async for line in answer.aiter_lines():
-                if not line.startswith("data: {"):
-                    continue
-                for choice in json.loads(line.removeprefix("data: "))["choices"]:
-                    times += [time.monotonic()] * len(choice.get("token_ids") or ())
+        wanted = submission.sampling.max_tokens
+        body = {"prompt": submission.prompt_token_ids, "max_tokens": wanted, "temperature": 0, "ignore_eos": True}
+        body |= {"stream": True, "return_token_ids": True}
+        times: list[float] = []
+        rest = ""
+        async with turns, client.stream("POST", "/v1/completions", json=body) as answer:
+            async for text in answer.aiter_text():
+                *lines, rest = (rest + text).split("\n")  # not by `aiter_lines`, which knows other ends of lines too
+                for line in lines:
+                    if line.startswith("data: {"):
+                        [choice] = json.loads(line.removeprefix("data: "))["choices"]
+                        times += [time.monotonic()] * len(choice.get("token_ids") or ())
                 if is_last and times and not idle:
                     took = time.monotonic() - began
-                    idle[:] = [
-                        1 - (_cpu_seconds(each) - before) / took for each, before in zip(stages, cpu, strict=True)
-                    ]
-        assert len(times) == submission.sampling.max_tokens
+                    used = (_cpu_seconds(each) - before for each, before in zip(stages, cpu, strict=True))
+                    idle[:] = [1 - seconds / took for seconds in used]
+        assert len(times) == wanted
         gaps.extend(np.diff(times))
 
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=httpx.Limits(max_connections=None)) as client:
