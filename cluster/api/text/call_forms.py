@@ -11,7 +11,6 @@ from crossdock.cluster.api.text.call_values import (
     Schemas,
     properties_of,
     read_json,
-    schema_of,
     typed,
     types_of,
     write_json,
@@ -235,7 +234,7 @@ def tagged_calls(head: str, parameter: str, *, escapes: bool = False, wrappers: 
             kind = groups.get("kind")
             is_text = groups.get("is_text")
             if key not in types:  # a schema may be long, and a call may name a parameter often
-                types[key] = types_of(schema_of(schemas, name, key)) if kind is None else ()
+                types[key] = types_of(schemas, name, key) if kind is None else ()
             is_raw = kind == "string" or (is_text == "true" and not types[key])
             arguments[key] = each["value"] if is_raw else typed(each["value"], types[key])
             position = each.end()

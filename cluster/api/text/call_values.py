@@ -91,11 +91,6 @@ def _refuse(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
-def schema_of(schemas: Schemas, function: str, parameter: str) -> Any:
-    """Return the schema of one parameter; None where there is none."""
-    return properties_of(schemas, function).get(parameter)
-
-
 def properties_of(schemas: Schemas, function: str) -> Mapping[str, Any]:
     """Return the schemas of a function's parameters by their names; empty where its schema says nothing of them."""
     properties = schemas.get(function, {}).get("properties")
@@ -130,21 +125,45 @@ def _literal(text: str) -> Any:
         return text
 
 
-def types_of(schema: Any) -> Sequence[str]:
-    """Return the types that a schema allows, each once; empty: any. Parts of another form than a schema's say nothing.
+def types_of(schemas: Schemas, function: str, parameter: str) -> Sequence[str]:
+    """Return the types that the schema of a parameter allows, each once; empty: any, or there is no schema.
 
-    A type that neither JSON schemas nor hand-written tools have is "string".
+    A `$ref` is followed within the function's parameters, and values of `enum` and `const` have their types. Parts of
+    another form than a schema's say nothing. A type that neither JSON schemas nor hand-written tools have is "string".
     """
-    if not isinstance(schema, Mapping):
-        return ()
-    given = schema.get("type")
-    types = [given] if isinstance(given, str) else [name for name in _list(given) if isinstance(name, str)]
-    types = [_type_named(name) for name in types]
-    for union in ("anyOf", "oneOf", "allOf"):
-        for each in _list(schema.get(union)):
-            types += types_of(each)
-    types += ["string"] * any(isinstance(value, str) for value in _list(schema.get("enum")))
-    return list(dict.fromkeys(types))
+    root = schemas.get(function, {})
+    found: dict[str, None] = {}
+    seen: set[str] = set()
+    parts = [properties_of(schemas, function).get(parameter)]
+    for part in parts:  # which grows
+        if not isinstance(part, Mapping):
+            continue
+        given = part.get("type")
+        found |= dict.fromkeys(_type_named(name) for name in [given, *_list(given)] if isinstance(name, str))
+        values = [*_list(part.get("enum")), *([part["const"]] if "const" in part else [])]
+        found |= dict.fromkeys(_type_of(value) for value in values)
+        parts += [each for union in ("anyOf", "oneOf", "allOf") for each in _list(part.get(union))]
+        reference = part.get("$ref")
+        if isinstance(reference, str) and reference not in seen:
+            seen.add(reference)
+            parts.append(_part_at(root, reference))
+    return list(found)
+
+
+def _part_at(root: Mapping[str, Any], reference: str) -> Any:
+    """Return the part of a schema that a reference such as `#/$defs/Color` names; None: there is none."""
+    beginning, *names = reference.split("/")
+    part: Any = root if beginning == "#" else None
+    for name in names:
+        part = part.get(name.replace("~1", "/").replace("~0", "~")) if isinstance(part, Mapping) else None
+    return part
+
+
+def _type_of(value: Any) -> str:
+    """Return the name of a JSON value's type."""
+    if isinstance(value, bool):
+        return "boolean"
+    return next((name for name, kind in _TYPES.items() if isinstance(value, kind)), "string")
 
 
 def _type_named(name: str) -> str:

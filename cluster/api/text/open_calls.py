@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Literal, Protocol, TypeAlias
 
-from crossdock.cluster.api.text.call_values import Brackets, Schemas, schema_of, typed, types_of, write_json
+from crossdock.cluster.api.text.call_values import Brackets, Schemas, typed, types_of, write_json
 from crossdock.cluster.api.text.message_parser import num_held
 
 # Before a marker that is a token of its own, so that the same characters written with other tokens are text. Unicode
@@ -222,7 +222,7 @@ class TaggedCall:
         kind = groups.get("kind")
         is_text = groups.get("is_text")
         if key not in self._types:  # a schema may be long, and a call may name a parameter often
-            self._types[key] = types_of(schema_of(self._schemas, self._name, key)) if kind is None else ()
+            self._types[key] = types_of(self._schemas, self._name, key) if kind is None else ()
         raw = raw.replace(SIGN, "")
         is_raw = kind == "string" or (is_text == "true" and not self._types[key])
         try:

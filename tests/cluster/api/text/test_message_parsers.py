@@ -464,6 +464,39 @@ CALLS_OF_ONE_VALUE = {
 
 
 @pytest.mark.parametrize(
+    ("schema", "raw", "value"),
+    [
+        ({"$ref": "#/$defs/Level"}, "2", 2),
+        ({"$ref": "#/$defs/a~1b"}, "12", "12"),
+        ({"anyOf": [{"$ref": "#/$defs/a~1b"}, {"type": "null"}]}, "null", None),
+        ({"$ref": "#/$defs/Loop"}, "true", True),
+        ({"$ref": "#/$defs/None"}, "text", "text"),
+        ({"const": 5}, "5", 5),
+        ({"const": "5"}, "5", "5"),
+        ({"enum": [1, 2]}, "2", 2),
+        ({"enum": ["1", "2"]}, "2", "2"),
+        ({"enum": [True, None]}, "true", True),
+    ],
+)
+@pytest.mark.parametrize("family", ["qwen3_xml", "glm", "deepseek_dsml"])
+def test_values_have_the_types_of_references_and_of_listed_values(
+    family: str, schema: Any, raw: str, value: Any
+) -> None:
+    """As pydantic writes the schemas of enumerations."""
+    definitions = {
+        "Level": {"enum": [1, 2], "type": "integer"},
+        "a/b": {"type": "string"},
+        "Loop": {"allOf": [{"$ref": "#/$defs/Loop"}, {"type": "boolean"}]},
+    }
+    schemas = {"move": {"properties": {"to": schema}, "$defs": definitions}}
+    call = CALLS_OF_ONE_VALUE[family] % ("to", raw)
+    for message in (whole(family, call, schemas=schemas), streamed(family, list(call), schemas=schemas)):
+        [(_, arguments)] = calls_of(message)
+        assert arguments == {"to": value}
+        assert type(arguments["to"]) is type(value)
+
+
+@pytest.mark.parametrize(
     ("schema", "is_text", "raw", "value"),
     [
         ({"type": "integer"}, "true", "42", 42),
