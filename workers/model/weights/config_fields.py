@@ -4,6 +4,7 @@ transformers keeps every field of a configuration, and only code that reads a fi
 that comes with a model (another scale, another activation) would be passed over in silence.
 """
 
+import json
 import logging
 import re
 from collections.abc import Iterator, Mapping
@@ -293,9 +294,12 @@ def check_fields(file: Path, found: Mapping[str, Any], config: PretrainedConfig)
         if not part and has_encoder and any(fnmatchcase(own, pattern) for pattern in OF_ENCODERS):
             logger.warning("%s", reason)
             continue
+        nothing: Any = None
+        for part in reversed(name.split(".")):
+            nothing = {part: nothing}
         raise ValueError(
-            f"{reason}, so the model may be computed wrongly. If the field changes nothing, take it out in a copy of "
-            f"the model's directory"
+            f"{reason}, so the model may be computed wrongly. If the field changes nothing, serve the model with "
+            f"--hf-overrides '{json.dumps(nothing)}', which leaves it out"
         )
 
 

@@ -1,6 +1,7 @@
 """Values in place of those of config.json: what they give transformers, and the folder of links that has them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from crossdock.cluster.config import ClusterConfig, ModelConfig
 from crossdock.workers.model.weights.checkpoint import model_name, resolve_model
 from crossdock.workers.model.weights.config_overrides import overridden
 from crossdock.workers.model.weights.fingerprint import fingerprint
+from crossdock.workers.model.weights.weights import read_config
 from tests.workers.architectures import build
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32}
@@ -95,6 +97,16 @@ def test_folder_has_links_to_all_files_and_is_made_again_when_the_model_changes(
     fields = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps(fields | {"head_dim": 4}))
     assert json.loads((resolve_model(str(model), {"rms_norm_eps": 0.5}) / "config.json").read_text())["head_dim"] == 4
+
+
+def test_override_that_a_refusal_names_leaves_the_field_out(tmp_path: Path) -> None:
+    build("llama", {}).save_pretrained(tmp_path)
+    fields = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"use_qk_norm": True}))
+    with pytest.raises(ValueError, match="use_qk_norm is True") as refused:
+        read_config(resolve_model(str(tmp_path)))
+    overrides = json.loads(re.findall(r"--hf-overrides '(.*)'", str(refused.value))[0])
+    assert read_config(resolve_model(str(tmp_path), overrides)).use_qk_norm is None
 
 
 @pytest.mark.parametrize("name", ["model_type", "quantization_config"])
