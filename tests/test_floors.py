@@ -116,6 +116,7 @@ FLOORS_WITHIN: dict[str, list[set[str]]] = {
         {"layers", "weight_group.py", "checksums.py"},
         {"probe.py"},
         {"load.py", "new_weights.py"},
+        {"text_distances.py"},
         {"text_encoder.py"},
     ],
     "workers/schedule": [

@@ -7,10 +7,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from crossdock.workers.model.architecture import DECODERS
 from crossdock.workers.model.loaders.objects import bytes_of_weights
 from crossdock.workers.model.text_files import text_answer
-from crossdock.workers.model.weights.scheme import PLAIN, Scheme, check_asked, scheme_at
+from crossdock.workers.model.weights.scheme import DECODERS, PLAIN, Scheme, check_asked, scheme_at
 from crossdock.workers.model.weights.untrusted import check_index, read_config_file
 
 _TOKENIZERS = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")  # files of which one is enough

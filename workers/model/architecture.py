@@ -6,8 +6,6 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
-DECODERS = ("text_config", "llm_config")
-"""Parts of config.json with the fields of the decoder, of models that have another part as well."""
 ATTENTION_NAME = "crossdock"  # under which transformers knows our attention
 
 RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})

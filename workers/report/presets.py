@@ -36,8 +36,7 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from crossdock.workers.model.architecture import DECODERS
-from crossdock.workers.model.weights.scheme import loaded_scheme, scheme_at
+from crossdock.workers.model.weights.scheme import DECODERS, loaded_scheme, scheme_at
 from crossdock.workers.model.weights.untrusted import read_config_file
 from crossdock.workers.report.expert_division import ProductRates
 from crossdock.workers.report.model_figures import (
