@@ -135,7 +135,7 @@ def _sentence_transformers(model: Path, otherwise: Pooling) -> tuple[Pooling, bo
         return otherwise, True, ""
     if further := set(kinds).difference(_MODULES):
         return otherwise, True, f"this model's vectors need {', '.join(sorted(further))}, which is not served; {_HINT}"
-    if kinds != sorted(kinds, key=_MODULES.index):
+    if not _are_in_order(kinds):
         return otherwise, True, f"this model's modules come in another order than {', '.join(_MODULES)}; {_HINT}"
     normalizes = "Normalize" in kinds
     modes = _pooling_fields(model)
@@ -156,6 +156,8 @@ def _dense_layers(model: Path, shape: Mapping[str, Any]) -> tuple[DenseLayer, ..
     Raises:
         ValueError: one is not computed, or does not take what comes before it.
     """
+    if not _are_in_order([kind for kind, _ in _modules(model)]):
+        return ()  # the refusal says so, until a pooling is named
     layers: list[DenseLayer] = []
     size = shape.get("hidden_size", shape.get("dim"))  # DistilBERT's name
     for folder in (model / folder for kind, folder in _modules(model) if kind == _DENSE):
@@ -165,6 +167,11 @@ def _dense_layers(model: Path, shape: Mapping[str, Any]) -> tuple[DenseLayer, ..
         size = len(layer.weight)
         layers.append(layer)
     return tuple(layers)
+
+
+def _are_in_order(kinds: Sequence[str]) -> bool:
+    """Return whether modules are of the kinds that are served, and come in their order."""
+    return set(kinds) <= set(_MODULES) and list(kinds) == sorted(kinds, key=_MODULES.index)
 
 
 def _modules(model: Path) -> list[tuple[str, str]]:
