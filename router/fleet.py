@@ -193,7 +193,8 @@ class Fleet:
 
     def num_booked(self, name: str) -> int:
         """Return the requests that this router has on a replica."""
-        return self.table.by_name[name].num_booked
+        replica = self.table.by_name[name]
+        return len(replica.pending) + len(replica.included)
 
     # -- steps -------------------------------------------------------------------------------------------------------
 

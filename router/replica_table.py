@@ -62,10 +62,6 @@ class ReplicaState:
         return (self.live and self.live.role) or self.profile.role
 
     @property
-    def num_booked(self) -> int:
-        return len(self.pending) + len(self.included)
-
-    @property
     def num_requests(self) -> int:
         """The number of requests: reported ones, and ones placed since the report."""
         live = self.live
@@ -132,7 +128,7 @@ class ReplicaState:
         in_flight = self.pending.get(request_id) or self.included.get(request_id)
         if in_flight is None or in_flight.has_first:
             return
-        in_flight.take_first_token()
+        in_flight.has_first = True
         if request_id in self.pending:
             self.touch()
 
