@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdock.router.loads import Slots
-from crossdock.router.placement import Choice, SlotPair
+from crossdock.router.placement import Options, SlotPair
 from crossdock.router.replica_table import ReplicaTable
 from crossdock.workers.schedule.cost.formula import Floats
 
@@ -31,17 +31,17 @@ Policy = Callable[[PolicyView], int]
 """Returns the index of the chosen replica in the view."""
 
 
-def place(policy: Policy, table: ReplicaTable, choice: Choice, number: int) -> SlotPair:
+def place(policy: Policy, table: ReplicaTable, options: Options, number: int) -> SlotPair:
     """Return the slots of the replicas that a policy chooses: a pair where there are replicas of role `prefill`, the
     same slot twice otherwise. `number` counts placements."""
-    query, candidates = choice.query, choice.candidates
+    query, candidates = options.query, options.candidates
 
     def view_of(slots: Slots) -> PolicyView:
         replicas = [table.replica_in(slot) for slot in slots]
         tokens = np.array([replica.count_tokens() for replica in replicas], dtype=float)
         return PolicyView(
             requests=np.array([replica.num_requests for replica in replicas], dtype=float),
-            cached=choice.cached[slots],
+            cached=options.cached[slots],
             waiting=tokens[:, 0],
             context=tokens[:, 1],
             page_size=table.loads.pages.size[slots],

@@ -12,7 +12,7 @@ import numpy as np
 
 from crossdock.router.loading import saved_seconds
 from crossdock.router.loads import Loads, Slots
-from crossdock.router.placement import HANDOVER_S, PAIR_CANDIDATES, Choice, Fetch, least
+from crossdock.router.placement import HANDOVER_S, PAIR_CANDIDATES, Fetch, Options, least
 from crossdock.router.predict import PromptPrediction
 from crossdock.workers.schedule.cost.formula import Floats
 
@@ -20,36 +20,36 @@ FETCH_CANDIDATES = 8
 """Replicas of least cost that are tried with a fetch. More would cost time at every decision."""
 
 
-def try_fetches(
-    choice: Choice,
+def with_sources(
+    options: Options,
     ages: Floats,
     predict: Callable[[Slots, Floats], PromptPrediction[Floats]],
     link_waits: Floats,
     tokens_at: Callable[[int], float],
-) -> None:
-    """Improve the prediction where replicas fetch pages and that costs less, and note from where they do.
+) -> Options:
+    """Improve the prediction where replicas fetch pages and that costs less. Return the options, which name the source
+    of each.
 
     Args:
         ages: seconds since each replica's last report.
         predict: returns the prediction at the replicas of some slots, with so many cached tokens each.
-        tokens_at: returns how many tokens of the prompt the replica in a slot has reported. `choice.cached` may have
+        tokens_at: returns how many tokens of the prompt the replica in a slot has reported. `options.cached` may have
             more, of prompts that are on their way to the replica.
         link_waits: seconds until each replica's link is free; infinity where a replica must not be a source.
     """
-    loads, cached, here = choice.loads, choice.cached, choice.prediction
-    first = choice.candidates.first
+    loads, cached, here = options.loads, options.cached, options.prediction
+    first = options.candidates.first
     sources = _best_sources(loads, cached, link_waits)
     if not len(sources):
-        return
+        return options
     held = np.array([tokens_at(int(source)) for source in sources])
     most = float(held.max())
     if most <= cached.take(first).min():  # none has more than others, as of a text before all prompts
-        choice.alternatives = _alternatives(choice, here.ttft[:0])
-        return
-    due = choice.due_s()
-    costs = choice.prompt_costs(due, here)
+        return options._replace(alternatives=_alternatives(options, here.ttft[:0]))
+    due = options.due_s()
+    costs = options.prompt_costs(due, here)
     saved = saved_seconds(loads, cached, np.maximum(most - cached, 0.0))
-    tried = least(first.compress(saved.take(first) > 0), costs - (choice.slo.weight + 1) * saved, FETCH_CANDIDATES)
+    tried = least(first.compress(saved.take(first) > 0), costs - (options.slo.weight + 1) * saved, FETCH_CANDIDATES)
     before = here.ttft.take(tried) - here.prefill.take(tried) / here.prompt_share.take(tried)
     lacking = most - cached.take(tried)
     more = held[:, None] - cached.take(tried)  # [source, place in `tried`]
@@ -57,7 +57,7 @@ def try_fetches(
     # The source sees the question after its running step; the fetching replica sees the offer after its own.
     turn_left = loads.turn_left(ages)
     waits = HANDOVER_S + turn_left[tried] + (turn_left[sources] + link_waits[sources])[:, None]
-    groups = choice.candidates.groups
+    groups = options.candidates.groups
     may = (more > 0) & (groups[sources, None] == groups[tried])
     arrival = waits + travel
     gain = may * (more / lacking * saved.take(tried) - np.maximum(arrival - before, 0.0))
@@ -65,26 +65,26 @@ def try_fetches(
     best = gain.argmax(axis=0)[at]
     tried = tried[at]
     if not len(tried):
-        choice.alternatives = _alternatives(choice, here.ttft[:0])
-        return
+        return options._replace(alternatives=_alternatives(options, here.ttft[:0]))
     fetched = predict(tried, held[best])
     before = fetched.ttft - fetched.prefill / fetched.prompt_share
     fetched.ttft += np.maximum(arrival[best, at] - before, 0.0)
-    is_better = choice.prompt_costs(due, fetched) < costs[tried]
+    is_better = options.prompt_costs(due, fetched) < costs[tried]
     is_better &= fetched.room_wait <= 0  # a replica that lacks room declines the offered pages
-    choice.alternatives = _alternatives(choice, fetched.ttft)
+    alternatives = _alternatives(options, fetched.ttft)
     here.improve(fetched, tried, is_better)
     fetches = [each[is_better].tolist() for each in (tried, sources[best], held[best], travel[best, at])]
-    choice.fetches = {slot: Fetch(*fetch) for slot, *fetch in zip(*fetches, strict=True)}
+    found = {slot: Fetch(*fetch) for slot, *fetch in zip(*fetches, strict=True)}
+    return options._replace(alternatives=alternatives, fetches=found)
 
 
-def _alternatives(choice: Choice, fetched: Floats) -> dict[str, float]:
+def _alternatives(options: Options, fetched: Floats) -> dict[str, float]:
     """Return the least predicted TTFT, in seconds, of each way to use the longest prefix or not to.
 
     `fetched`: predicted TTFTs with a fetch."""
-    first = choice.candidates.first
-    is_holder = choice.cached.take(first) == choice.cached.max()
-    ttft = choice.prediction.ttft.take(first)
+    first = options.candidates.first
+    is_holder = options.cached.take(first) == options.cached.max()
+    ttft = options.prediction.ttft.take(first)
     ways = {"holder": ttft.compress(is_holder), "fetch": fetched, "compute": ttft.compress(~is_holder)}
     return {way: round(float(seconds.min()), 6) for way, seconds in ways.items() if len(seconds)}
 

@@ -13,10 +13,10 @@ import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from crossdock.router import baselines
-from crossdock.router.fetching import try_fetches
-from crossdock.router.loading import try_loads
+from crossdock.router.fetching import with_sources
+from crossdock.router.loading import with_loads
 from crossdock.router.loads import Slots
-from crossdock.router.placement import Candidates, Choice, Placement, SlotPair, choose, first_token_s
+from crossdock.router.placement import Candidates, Options, Placement, SlotPair, choose, first_token_s
 from crossdock.router.predict import PromptPrediction, lacks_room, predict_prompt, with_output
 from crossdock.router.prefixes import Prefixes, num_shared, pages_by_slot
 from crossdock.router.query import Query
@@ -133,12 +133,12 @@ class Fleet:
         if (placement := self._on_the_only(query, now, candidates)) is not None:
             return placement
         self.table.refresh(now)
-        choice = self._with_prefixes(query, now, candidates, exclude)
+        options = self._with_prefixes(query, now, candidates, exclude)
         if self.config.policy == "seconds":
-            pair = choose(choice)
+            pair = choose(options)
         else:
-            pair = baselines.place(baselines.POLICIES[self.config.policy], self.table, choice, self.num_chosen)
-        return self._placement(choice, pair)
+            pair = baselines.place(baselines.POLICIES[self.config.policy], self.table, options, self.num_chosen)
+        return self._placement(options, pair)
 
     def book(self, query: Query, placement: Placement) -> None:
         """Count a request as given to the replicas of `placement`, to which it is on its way."""
@@ -291,11 +291,11 @@ class Fleet:
         cached = float(self.page_size * len(self.prefixes.match(self._usable(query))[0]))
         prediction = with_output(predict_prompt(row, query, cached, age), row, query, cached)
         slot = int(candidates.alone[0])
-        choice = Choice(query, self._slo(query), candidates, self.table.loads, cached, prediction)
-        return self._placement(choice, SlotPair(slot, slot))
+        options = Options(query, self._slo(query), candidates, self.table.loads, cached, prediction)
+        return self._placement(options, SlotPair(slot, slot))
 
-    def _with_prefixes(self, query: Query, now: float, candidates: Candidates, exclude: Collection[str]) -> Choice:
-        """Return the choice for which replicas load pages from tiers, or fetch them from others, where that is best."""
+    def _with_prefixes(self, query: Query, now: float, candidates: Candidates, exclude: Collection[str]) -> Options:
+        """Return the options where replicas load pages from tiers, or fetch them from others, where that is best."""
         fastest, second = self.in_tiers
         tiers = (fastest, second) if len(second) else (fastest,) if len(fastest) else ()
         hashes, size, num_slots = self._usable(query), self.page_size, len(self.table.by_slot)
@@ -305,47 +305,46 @@ class Fleet:
         predict = partial(self._predict, query, ages, in_use)
         loads = self.table.loads
         prediction = with_output(predict(None, cached), loads, query, cached)
-        choice = Choice(query, self._slo(query), candidates, loads, cached, prediction)
+        options = Options(query, self._slo(query), candidates, loads, cached, prediction)
         if by_tier:
-            try_loads(choice, by_tier, predict, self.table.tiers_of)
+            options = with_loads(options, by_tier, predict, self.table.tiers_of)
         may_fetch = self.config.policy == "seconds" and self.config.shipping != "never" and query.may_ship
         if not may_fetch or len(self.table) < 2 or not cached.any():  # a lone replica can fetch from none
-            return choice
+            return options
 
         def reported(slot: int) -> float:
             return size * self.prefixes.num_reported(slot, hashes)
 
-        try_fetches(choice, ages, predict, self.table.link_waits(exclude), reported)
-        return choice
+        return with_sources(options, ages, predict, self.table.link_waits(exclude), reported)
 
-    def _brought(self, choice: Choice, slot: int) -> tuple[str, dict[str, Any]]:
+    def _brought(self, options: Options, slot: int) -> tuple[str, dict[str, Any]]:
         """Return a word for how the replica in `slot` gets pages that it lacks, and what the placement says of that."""
-        alternatives = dict(choice.alternatives)
-        if len(choice.loading):
-            alternatives["load"] = round(float(choice.prediction.ttft[choice.loading].min()), 6)
-        if alternatives and len(choice.candidates.prefills):
-            pairs = choice.candidates.prefills, choice.candidates.decodes
-            alternatives["ship"] = round(first_token_s(choice, *pairs), 6)
-        if fetch := choice.fetches.get(slot):
+        alternatives = dict(options.alternatives)
+        if len(options.loading):
+            alternatives["load"] = round(float(options.prediction.ttft[options.loading].min()), 6)
+        if alternatives and len(options.candidates.prefills):
+            pairs = options.candidates.prefills, options.candidates.decodes
+            alternatives["ship"] = round(first_token_s(options, *pairs), 6)
+        if fetch := options.fetches.get(slot):
             source = self.table.replica_in(fetch.source).name
             sent = {"source": source, "source_tokens": int(fetch.tokens), "source_seconds": fetch.seconds}
             return " fetched", {"alternatives": alternatives, **sent}
-        return " loaded" * (slot in choice.loading), {"alternatives": alternatives}
+        return " loaded" * (slot in options.loading), {"alternatives": alternatives}
 
-    def _placement(self, choice: Choice, pair: SlotPair) -> Placement:
+    def _placement(self, options: Options, pair: SlotPair) -> Placement:
         """Return the placement of a request on a pair of replicas."""
-        prefill, decode, slo, prediction = pair.prefill, pair.decode, choice.slo, choice.prediction
+        prefill, decode, slo, prediction = pair.prefill, pair.decode, options.slo, options.prediction
         first, last = self.table.replica_in(prefill), self.table.replica_in(decode)
-        ttft, alone, cached = [_at(each, prefill) for each in (prediction.ttft, prediction.alone, choice.cached)]
+        ttft, alone, cached = [_at(each, prefill) for each in (prediction.ttft, prediction.alone, options.cached)]
         if prefill != decode:
-            ttft = first_token_s(choice, np.array([prefill]), np.array([decode]))
+            ttft = first_token_s(options, np.array([prefill]), np.array([decode]))
         late = slo.weight * max(ttft - slo.ttft_deadline(alone), 0.0)
         late += _at(prediction.prompt_lateness, prefill) + _at(prediction.decode_lateness, decode)
-        how, brought = self._brought(choice, prefill)
+        how, brought = self._brought(options, prefill)
         reason = self.config.policy + how
         if self.config.policy == "seconds":
             reason = ("local" if prefill == decode else "shipped") + how
-            reason += " cached" * bool(2 * cached >= choice.query.num_tokens) + " late" * bool(late > 0)
+            reason += " cached" * bool(2 * cached >= options.query.num_tokens) + " late" * bool(late > 0)
         return Placement(
             decode=last.name,
             prefill=first.name if first is not last else None,

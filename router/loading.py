@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from crossdock.router.loads import Loads, Slots
-from crossdock.router.placement import Choice, least
+from crossdock.router.placement import Options, least
 from crossdock.router.predict import PromptPrediction
 from crossdock.workers.report.live_profile import TierLoads
 from crossdock.workers.schedule.cost.formula import Floats
@@ -18,30 +18,30 @@ LOAD_CANDIDATES = 8
 """Replicas of least cost that are tried with a load. More would cost time at every decision."""
 
 
-def try_loads(
-    choice: Choice,
+def with_loads(
+    options: Options,
     by_tier: Sequence[Floats],
     predict: Callable[[Slots, Floats], PromptPrediction[Floats]],
     tiers_of: Callable[[int], TierLoads],
-) -> None:
-    """Improve the prediction where replicas load pages sooner than they compute them, and note which ones do.
+) -> Options:
+    """Improve the prediction where replicas load pages sooner than they compute them. Return the options, which name
+    the replicas that do.
 
     Args:
-        choice: its `cached` is of the replicas' pools so far.
-        by_tier: the same with the pages in a replica's fastest tier, and where there is another, with those in that,
-            too.
+        options: their `cached` counts the pages in pools.
+        by_tier: the same with the pages in each replica's fastest tier, and where there is another, with that one too.
         predict: returns the prediction at the replicas of some slots, with so many cached tokens each.
         tiers_of: returns the prices of the loads of the replica in a slot.
     """
-    loads, cached, here = choice.loads, choice.cached, choice.prediction
+    loads, cached, here = options.loads, options.cached, options.prediction
     more = by_tier[-1] - cached
-    first = choice.candidates.first
+    first = options.candidates.first
     slots: Slots = first.compress(more.take(first) > 0)
     if len(slots) > LOAD_CANDIDATES:
-        costs = choice.prompt_costs(choice.due_s(), here)
-        slots = least(slots, costs - (choice.slo.weight + 1) * saved_seconds(loads, cached, more), LOAD_CANDIDATES)
+        costs = options.prompt_costs(options.due_s(), here)
+        slots = least(slots, costs - (options.slo.weight + 1) * saved_seconds(loads, cached, more), LOAD_CANDIDATES)
     if not len(slots):
-        return
+        return options
     before = cached[slots]
     tiers = [tiers_of(int(slot)) for slot in slots]
     queue = np.array([each.queue_seconds for each in tiers])
@@ -68,9 +68,9 @@ def try_loads(
     loaded.ttft = loaded.ttft + wait
     loaded.prefill = loaded.prefill + both
     here.improve(loaded, slots, is_sooner)
-    choice.cached = cached.copy()
-    choice.cached[slots[is_sooner]] = before[is_sooner]
-    choice.loading = slots[is_sooner]
+    tokens = cached.copy()
+    tokens[slots[is_sooner]] = before[is_sooner]
+    return options._replace(cached=tokens, loading=slots[is_sooner])
 
 
 def saved_seconds(loads: Loads, cached: Floats, more: Floats) -> Floats:

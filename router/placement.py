@@ -15,7 +15,7 @@ are wider than most of these effects). The commands are called, in this order, k
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import inf
 from typing import Any, NamedTuple
 
@@ -116,8 +116,7 @@ class Fetch(NamedTuple):
     seconds: float  # for which the source's link is busy with the pages
 
 
-@dataclass(slots=True)
-class Choice:
+class Options(NamedTuple):
     """One request, the replicas that may get it, and what is predicted for it at each of them."""
 
     query: Query
@@ -127,8 +126,8 @@ class Choice:
     cached: Any  # [slot]: tokens of the prompt in its pool, or loaded; not those fetched. A float of an only replica
     prediction: Prediction[Any]  # with the best way to the pages of the prompt that each replica lacks
     loading: Sequence[int] | Slots = ()  # replicas that load pages from tiers
-    alternatives: Mapping[str, float] = field(default_factory=dict)  # see `Placement`
-    fetches: Mapping[int, Fetch] = field(default_factory=dict)  # by slot of a replica that fetches pages from another
+    alternatives: Mapping[str, float] = {}  # see `Placement`
+    fetches: Mapping[int, Fetch] = {}  # by slot of a replica that fetches pages from another
 
     def due_s(self) -> float:
         """Return the TTFT from which on the request counts as late."""
@@ -139,22 +138,22 @@ class Choice:
         """Return the weighted seconds of computing the prompt: until its token, of its work, and of lateness.
 
         The seconds by which longer prompts come later count, also as lateness, as if the prompt itself came later.
-        `due`: see `due_s`. `prediction`: of this choice, or for some of its replicas with more pages."""
+        `due`: see `due_s`. `prediction`: that of these options, or of some of the replicas with more pages."""
         ttft = prediction.ttft + prediction.delays
         late = self.slo.weight * np.maximum(ttft - due, 0.0)
         costs: Floats = self.slo.weight * ttft + prediction.prefill + LATE_WEIGHT * (late + prediction.prompt_lateness)
         return costs
 
 
-def choose(choice: Choice) -> SlotPair:
+def choose(options: Options) -> SlotPair:
     """Return the placement of least cost.
 
     Raises:
         Overloaded: no replica can keep the promise, and every replica refuses late requests.
     """
-    query, slo, candidates, prediction = choice.query, choice.slo, choice.candidates, choice.prediction
-    due = choice.due_s()
-    prompt_cost = choice.prompt_costs(due, prediction)
+    query, slo, candidates, prediction = options.query, options.slo, options.candidates, options.prediction
+    due = options.due_s()
+    prompt_cost = options.prompt_costs(due, prediction)
     pace = slo.weight * DECODE_WEIGHT * query.expected_output * prediction.gap
     evicted = EVICTION_WEIGHT * prediction.evicted
     output_cost = pace + prediction.decode_work + LATE_WEIGHT * prediction.decode_lateness + evicted
@@ -171,29 +170,29 @@ def choose(choice: Choice) -> SlotPair:
         for group in np.unique(candidates.groups[candidates.prefills]):
             near = least(_within(candidates.prefills, group, candidates), prompt_cost * spread, PAIR_CANDIDATES)
             far = least(_within(candidates.decodes, group, candidates), room_cost * spread, PAIR_CANDIDATES)
-            costs = prompt_cost[near, None] + output_cost[far] + _handover_costs(choice, due, near, far)
+            costs = prompt_cost[near, None] + output_cost[far] + _handover_costs(options, due, near, far)
             costs *= np.sqrt(spread[near, None] * spread[far])
             costs[near[:, None] == far] = inf
             if costs.size and (best is None or costs.min() < best.cost):
                 row, column = divmod(int(costs.argmin()), len(far))
                 best = SlotPair(int(near[row]), int(far[column]), float(costs[row, column]))
     assert best is not None, "there must be a replica to choose"
-    check_promise(choice, best)
+    check_promise(options, best)
     return best
 
 
-def check_promise(choice: Choice, chosen: SlotPair) -> None:
+def check_promise(options: Options, chosen: SlotPair) -> None:
     """Raise Overloaded where the `chosen` replica would refuse the request as late, and all that may take it would."""
-    slot, prediction = chosen.prefill, choice.prediction
-    if not choice.query.may_refuse or not choice.loads.refuses_late[slot]:
+    slot, prediction = chosen.prefill, options.prediction
+    if not options.query.may_refuse or not options.loads.refuses_late[slot]:
         return
-    if slot == chosen.decode and _late_s(choice, slot, prediction.room_wait[slot]) <= 0:
+    if slot == chosen.decode and _late_s(options, slot, prediction.room_wait[slot]) <= 0:
         return  # the usual case: the other replicas need not be looked at
-    late = late_refusal_s(choice)
+    late = late_refusal_s(options)
     at = int(late.argmin())
     if late[at] > 0:
-        promised = choice.slo.ttft_deadline(float(prediction.alone[choice.candidates.first[at]]))
-        raise Overloaded.late(choice.slo.name, promised, float(late[at]))
+        promised = options.slo.ttft_deadline(float(prediction.alone[options.candidates.first[at]]))
+        raise Overloaded.late(options.slo.name, promised, float(late[at]))
 
 
 def _tie_spread(request_id: str, name_hashes: NDArray[np.uint32]) -> NDArray[np.floating[Any]]:
@@ -213,17 +212,17 @@ def least(slots: Slots, costs: Floats, most: int) -> Slots:
     return slots if len(slots) <= most else slots[costs.take(slots).argpartition(most)[:most]]
 
 
-def _handover_costs(choice: Choice, due: float, near: Slots, far: Slots) -> Floats:
+def _handover_costs(options: Options, due: float, near: Slots, far: Slots) -> Floats:
     """Return the weighted seconds `[prefill, decode]` that a pair costs beside its prompt and its output.
 
     The client gets the first token once it is computed; where the decode replica has room only later, once all pages
     have come. The second one needs all pages. They travel from then on while the prompt is computed; those of the last
     chunk, and of the state, afterwards. Where that takes longer than a token may, the stream is late.
     """
-    slo = choice.slo
-    computed = choice.prediction.ttft[near, None]
-    room = choice.prediction.room_wait[far]
-    travel, behind = _travel(choice, near, far)
+    slo = options.slo
+    computed = options.prediction.ttft[near, None]
+    room = options.prediction.room_wait[far]
+    travel, behind = _travel(options, near, far)
     first = np.where(room > computed, room + travel, computed)
     gap = HANDOVER_S + np.maximum(computed + behind, room + travel) - first
     late = np.maximum(first - due, 0.0) - np.maximum(computed - due, 0.0) + np.maximum(gap - slo.tpot_s, 0.0)
@@ -231,19 +230,19 @@ def _handover_costs(choice: Choice, due: float, near: Slots, far: Slots) -> Floa
     return costs
 
 
-def first_token_s(choice: Choice, near: Slots, far: Slots) -> float:
+def first_token_s(options: Options, near: Slots, far: Slots) -> float:
     """Return the least seconds to a first token of all pairs, as `_handover_costs` has them."""
-    computed, room = choice.prediction.ttft[near, None], choice.prediction.room_wait[far]
+    computed, room = options.prediction.ttft[near, None], options.prediction.room_wait[far]
     if (room <= computed).all():
         return float(computed.min())
-    travel, _ = _travel(choice, near, far)
+    travel, _ = _travel(options, near, far)
     return float(np.where(room > computed, room + travel, computed).min())
 
 
-def _travel(choice: Choice, near: Slots, far: Slots) -> tuple[Floats, Floats]:
+def _travel(options: Options, near: Slots, far: Slots) -> tuple[Floats, Floats]:
     """Return the seconds `[prefill, decode]` for which pages travel, and those of them after the prompt is computed."""
-    loads, prediction, num_tokens = choice.loads, choice.prediction, choice.query.num_tokens
-    pages = (num_tokens - choice.cached[far]) / loads.pages.size[far]
+    loads, prediction, num_tokens = options.loads, options.prediction, options.query.num_tokens
+    pages = (num_tokens - options.cached[far]) / loads.pages.size[far]
     num_bytes = loads.group_pages(pages, far) * loads.pages.num_bytes[far]
     travel = num_bytes / loads.pages.bytes_per_second[near, None]
     behind = travel_behind(travel, prediction.chunk[near, None], prediction.alone[near, None], num_tokens)
@@ -259,21 +258,21 @@ def travel_behind(travel: Floats, chunk: Floats, alone: Floats, num_tokens: int)
     return behind
 
 
-def late_refusal_s(choice: Choice) -> Floats:
+def late_refusal_s(options: Options) -> Floats:
     """Return by how many seconds the first token of each replica in `candidates.first` is expected to be late; the
     request is refused where that is above 0. -inf for replicas that refuse nothing.
 
     The replica's own admission does not consider room. Where it would come too late, the router refuses the request."""
-    candidates, first = choice.candidates, choice.candidates.first
-    room = choice.prediction.room_wait[first]
+    candidates, first = options.candidates, options.candidates.first
+    room = options.prediction.room_wait[first]
     if len(candidates.prefills) and len(candidates.decodes):  # a pair waits for room of its decode replica
-        room[len(candidates.alone) :] = choice.prediction.room_wait[candidates.decodes].min()
-    return np.where(choice.loads.refuses_late[first] > 0, _late_s(choice, first, room), -inf)
+        room[len(candidates.alone) :] = options.prediction.room_wait[candidates.decodes].min()
+    return np.where(options.loads.refuses_late[first] > 0, _late_s(options, first, room), -inf)
 
 
-def _late_s(choice: Choice, slots: Slots | int, room: Floats) -> Floats:
+def _late_s(options: Options, slots: Slots | int, room: Floats) -> Floats:
     """Return by how many seconds first tokens made in `slots` are expected to be late. `room`: seconds until there is
     some."""
-    promised = np.maximum(choice.slo.ttft_s, 2 * choice.prediction.alone[slots])
-    late: Floats = np.maximum(choice.prediction.admission_ttft[slots], room) - promised
+    promised = np.maximum(options.slo.ttft_s, 2 * options.prediction.alone[slots])
+    late: Floats = np.maximum(options.prediction.admission_ttft[slots], room) - promised
     return late

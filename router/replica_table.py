@@ -128,7 +128,7 @@ class ReplicaState:
         in_flight = self.pending.get(request_id) or self.included.get(request_id)
         if in_flight is None or in_flight.has_first:
             return
-        in_flight.has_first = True
+        in_flight.take_first_token()
         if request_id in self.pending:
             self.touch()
 
@@ -388,7 +388,7 @@ class ReplicaTable:
         return found
 
     def with_role(self, role: Role, slots: Slots) -> Slots:
-        """Return those of `slots` whose replicas have a role, in the same order."""
+        """Leave out those of `slots` whose replicas have another role."""
         found: Slots = slots[self.roles[slots] == ROLES.index(role)]
         return found
 

@@ -30,6 +30,10 @@ class InFlightLoad:
     idle_pages: int = 0  # of `pages`, cached ones that no request holds: no others are evicted for these
     has_first: bool = False  # whether the prompt is computed and the first token is out
 
+    def take_first_token(self) -> None:
+        """Note that the prompt is computed."""
+        self.has_first = True
+
 
 _Prompts: TypeAlias = dict[tuple[int, int], Group]
 """Prompts that wait, by (priority, length, a place in `LENGTHS`)."""

@@ -35,7 +35,7 @@ from crossdock.cluster.bench.workloads import Job, Segment
 from crossdock.cluster.simulate import simulation
 from crossdock.cluster.simulate.fleet import SimulatedFleet, describe
 from crossdock.router.fleet import Fleet
-from crossdock.router.placement import Candidates, Choice, Placement
+from crossdock.router.placement import Candidates, Options, Placement
 from crossdock.router.query import Query
 from crossdock.workers.report.presets import preset
 from crossdock.workers.schedule.request.submission import Overloaded
@@ -162,7 +162,7 @@ class ForkingFleet(Fleet):
         loads = [{**each.pending, **each.included} for each in self.table.by_name.values()]
         return {request_id for each in loads for request_id, load in each.items() if not load.has_first}
 
-    def _with_prefixes(self, query: Query, now: float, candidates: Candidates, exclude: Collection[str]) -> Choice:
+    def _with_prefixes(self, query: Query, now: float, candidates: Candidates, exclude: Collection[str]) -> Options:
         """Let replicas on which the request must not be placed send pages."""
         return Fleet._with_prefixes(self, query, now, candidates, ())
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from crossdock.router.fleet import Fleet
 from crossdock.router.loads import Slots
-from crossdock.router.placement import PAIR_CANDIDATES, Candidates, Choice, SlotPair, choose
+from crossdock.router.placement import PAIR_CANDIDATES, Candidates, Options, SlotPair, choose
 from crossdock.router.predict import Prediction, predict_prompt, with_output
 from crossdock.router.query import Query
 from crossdock.workers.report.live_profile import PageChanges, Prompts
@@ -230,7 +230,7 @@ class Problem:
     def choose(self, alone: Slots, prefills: Slots, decodes: Slots) -> SlotPair:
         """Return the placement chosen from these slots only."""
         those = Candidates(alone, prefills, decodes, self.candidates.groups, self.candidates.name_hashes)
-        return choose(Choice(self.request, self.slo, those, self.fleet.table.loads, self.zeros, self.prediction))
+        return choose(Options(self.request, self.slo, those, self.fleet.table.loads, self.zeros, self.prediction))
 
 
 @given(st.randoms(use_true_random=False))
