@@ -92,7 +92,7 @@ def run_over_http(args: argparse.Namespace, policy: str) -> Ran:
     classes = [{"name": "standard", "ttft_s": 600.0, "tpot_s": args.tpot}]
     engine = SETTINGS[policy] | {"kv_cache_memory": 600 << 20, "enable_prefix_caching": False, "slo_classes": classes}
     engine |= {"admission": "queue", "max_num_seqs": 2 * args.open}
-    settings = {"pools.mixed.num_cpus": 1, "model.max_model_len": 8192}
+    settings: dict[str, object] = {"pools.mixed.num_cpus": 1, "model.max_model_len": 8192}
     settings |= {f"engine.{name}": value for name, value in engine.items()}
     flags = [f"--set={name}={json.dumps(value)}" for name, value in settings.items()]
     with crossdock_server(args, "--pp", "2", *flags) as server:
@@ -128,7 +128,7 @@ async def _ask(url: str, waiting: list[Submission], most_open: int, stages: list
                     used = (_cpu_seconds(each) - before for each, before in zip(stages, cpu, strict=True))
                     idle[:] = [1 - seconds / took for seconds in used]
         assert len(times) == wanted
-        gaps.extend(np.diff(times))
+        gaps.extend(np.diff(times).tolist())
 
     async with httpx.AsyncClient(base_url=url, timeout=None, limits=httpx.Limits(max_connections=None)) as client:
         await asyncio.gather(*(ask(client, each, each is waiting[-1]) for each in waiting))

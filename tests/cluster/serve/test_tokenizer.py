@@ -109,7 +109,8 @@ def test_request_that_a_start_shows_is_one_that_the_model_answers(model: Path, t
     other = tmp_path / "tokenizer"
     shutil.copytree(model, other)
     (model / "chat_template.jinja").unlink()
-    for given in ({}, {"tokenizer": str(other)}, {"chat_template": "{{ messages[0].content }}"}):
+    cases: tuple[dict[str, str], ...] = ({}, {"tokenizer": str(other)}, {"chat_template": "{{ messages[0].content }}"})
+    for given in cases:
         path, fields = example(settings(model, **given))
         assert (
             path == (chats if given else prompts) == (chats if "messages" in json.loads(f"{{{fields}}}") else prompts)

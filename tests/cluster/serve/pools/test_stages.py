@@ -18,7 +18,7 @@ from tests.sweeps import rest_in_soak
 from tests.waiting import eventually
 from tests.workers.architectures import SERVED, build
 
-STAGES = {"pipeline_parallel_size": 2, "rank_timeout_s": 10}
+STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, "rank_timeout_s": 10}
 POOLS: tuple[dict[str, Any], ...] = tuple({"name": name, **STAGES} for name in ("prefill", "decode", "mixed"))
 KINDS = ["qwen3_moe", "gemma3_text", "deepseek_v3"]  # experts; windows, whose pages are other groups; latents
 SIZES = {"vocab_size": 640, "hidden_size": 96, "max_position_embeddings": 4096}
