@@ -169,12 +169,14 @@ class SimulatedReplica:
     def _go_round(self, now: float) -> None:
         self._is_between = True
         while True:
+            has_come = bool(self._inbox)  # else nothing has changed since `_after`, which has reported and planned
             while self._inbox and not self._must_wait(self._inbox[0][1]):
                 self._inbox.popleft()[0](now)
             self.engine.load_adapters()
-            if self._is_ahead:  # every live replica reports here; simulations of others keep their figures
-                self._publish(now)
-            self._tell(self.handover.plan(), now)
+            if has_come:
+                if self._is_ahead:  # every live replica reports here; simulations of others keep their figures
+                    self._publish(now)
+                self._tell(self.handover.plan(), now)
             if not self._inbox:
                 self._begin_steps(now)
             if not self._flights:

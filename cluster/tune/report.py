@@ -217,8 +217,8 @@ def sentences(found: Findings) -> list[str]:
     fit = found.curves.fit()
     knee = found.curves.knee(0)
     fixed = max(fit.base, fit.least_with_chunk)
-    half = fit.tokens_within(2 * fixed, 0)
-    ninety = fit.tokens_within(fixed / (1 - NEAR_BEST), 0)
+    half = int(fit.tokens_within(2 * fixed, 0))
+    ninety = int(fit.tokens_within(fixed / (1 - NEAR_BEST), 0))
     lines = [
         f"The GEMMs are compute-bound from chunks of {knee} tokens: the smallest within 10 % of the best tokens/s. On "
         f"the fitted curve a chunk of {half} tokens takes twice its fixed cost, and one of {ninety} is within "

@@ -4,7 +4,6 @@ advertise.py makes it from a scheduler. profile.py has the static part.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from msgspec import Struct
@@ -43,8 +42,7 @@ class WaitingRequest(NamedTuple):
     waited_s: int = 0  # whole seconds since it came; 0 while another replica has not begun to compute its prompt
 
 
-@dataclass(frozen=True, slots=True)
-class Prompts:
+class Prompts(Struct, frozen=True):
     """Prompts of one class and similar length with tokens left to compute."""
 
     priority: int
@@ -156,8 +154,7 @@ class LiveProfile(Struct, frozen=True):
     is_paused: bool = False  # it computes nothing until its operator lets it go on
 
 
-@dataclass(frozen=True, slots=True)
-class PageChanges:
+class PageChanges(Struct, frozen=True):
     """Page hashes that a replica has indexed, and page hashes that it has removed from its index."""
 
     incarnation: str

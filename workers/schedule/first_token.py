@@ -144,7 +144,7 @@ class Sharing(NamedTuple):
         if not step.decodes:
             return cls(cost, len(classes), None)
         tpot = min([slo.tpot_s for slo, count in zip(classes, counts, strict=True) if count])
-        return cls(cost, first_nonzero(counts), Beside(step, cost.seconds(step), tpot, limits, is_urgent=True))
+        return cls(cost, first_nonzero(counts), Beside(step, cost.seconds(step), tpot, limits))
 
     def share(self, priority: int) -> float:
         """Return the share of a prompt's pace on an idle replica that the streams leave to a class."""

@@ -57,7 +57,7 @@ class Forecast:
     depth: int = 1  # steps in flight, the number of pipeline stages
     interval_share: float = 1.0  # interval of steps / seconds of one, see `IntervalShare`; 1 where `depth` is 1
     encoding: Encoding = field(default_factory=lambda: Encoding(0))
-    overrun_when_full: float = field(init=False)  # as `overrun`, while the pipeline is full
+    limits: ChunkLimits = field(init=False)  # of the chunks in each step
     scored_factor: float = 1.0  # learnt: how many times as long a chunk takes that needs log-probabilities
     _steps: tuple[StepCost, PromptSteps] | None = None  # of a prompt alone, and the cost that they follow from
     _queue: list[Request] = field(default_factory=list)  # the waiting requests at the last look
@@ -65,7 +65,14 @@ class Forecast:
     _looked: tuple[StepCost | None, float, float] = (None, 0.0, 0.0)  # cost, interval share and step time at that look
 
     def __post_init__(self) -> None:
-        self.overrun_when_full = overrun_when_full(self.overrun, self.depth, self.interval_share)
+        config = self.table.config
+        self.limits = ChunkLimits(
+            config.chunk_policy,
+            config.chunk_floor,
+            config.max_num_batched_tokens,
+            self.table.pages.page_size,
+            overrun_when_full(self.overrun, self.depth, self.interval_share),
+        )
 
     def learn(self, cost: StepCost, overrun: float, interval_share: float = 1.0) -> None:
         """Predict with a new cost from now on. `overrun`: factor by which some steps exceed their predicted seconds.
@@ -73,7 +80,7 @@ class Forecast:
         self.cost = cost
         self.overrun = overrun
         self.interval_share = interval_share
-        self.overrun_when_full = overrun_when_full(overrun, self.depth, interval_share)
+        self.limits = self.limits._replace(overrun=overrun_when_full(overrun, self.depth, interval_share))
 
     def ttft(self, request: Request) -> FirstToken:
         """Return when a new request's first token would come; without a cost after 0 seconds."""
@@ -270,22 +277,14 @@ class Forecast:
         return min([lead(stream, self.table.tpot_s(stream)) for stream in streams])
 
     def _sharing(self, cost: StepCost) -> Sharing:
-        table = self.table
-        config = self.table.config
-        streams = [each for each in table.running if each.is_decoding]
-        counts = [0] * len(config.slo_classes)
-        for each in (*streams, *table.arriving()):
+        classes = self.table.config.slo_classes
+        streams = [each for each in self.table.running if each.is_decoding]
+        counts = [0] * len(classes)
+        for each in (*streams, *self.table.arriving()):
             counts[each.priority] += 1
-        limits = ChunkLimits(
-            config.chunk_policy,
-            config.chunk_floor,
-            config.max_num_batched_tokens,
-            table.pages.page_size,
-            self.overrun_when_full,
-        )
-        context = sum(stream.num_tokens for stream in streams)
+        context = sum([len(stream.token_ids) for stream in streams])
         step = StepWork.of_streams(sum(counts), context, adapter_work(streams), self.depth)
-        return Sharing.of(cost, limits, counts, step, config.slo_classes)
+        return Sharing.of(cost, self.limits, counts, step, classes)
 
     def second_token_due(self, request: Request, now: float) -> float:
         """Return the time at which a request's second token is due, where another replica computes the prompt.

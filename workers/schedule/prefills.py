@@ -74,7 +74,7 @@ class PrefillScheduler:
                 budget.reserve_lane(config.short_lane_share, short)
         chunks = self._fill(budget, prefills)
         if budget.lane_tokens:  # short prompts did not need the whole lane, or lacked pages or slots
-            budget.release_lane()
+            budget.lane_tokens = 0
             served = {part.request.id for part in chunks}
             if others := [request for request in prefills if request.id not in served]:
                 chunks += self._fill(budget, others)
@@ -116,7 +116,7 @@ class PrefillScheduler:
         first = prefills[0]
         streams = [each for each in table.running if each.is_decoding and each.id not in table.skipped]
         arriving = [self.forecast.second_token_due(each, table.now) - table.now for each in table.arriving()]
-        overrun = self.forecast.overrun_when_full
+        overrun = self.forecast.limits.overrun
         tpots = {table.tpot_s(each) for each in streams}
         most_urgent = min([stream.priority for stream in streams], default=len(config.slo_classes))
         # The step can delay the token after the one in flight, whose step has begun before.
@@ -148,7 +148,7 @@ class PrefillScheduler:
         if most <= budget.seconds:
             return
         slack = min([*[self._lent_slack(stream, prompt) for stream in streams], *arriving])
-        seconds = min(longest_step(slack, self.forecast.overrun_when_full), most)
+        seconds = min(longest_step(slack, self.forecast.limits.overrun), most)
         if seconds > budget.seconds:
             budget.lent_to = prompt.id
             budget.lent_seconds = seconds

@@ -10,9 +10,10 @@ recurrent/, pictures/, windows.py, handoff.py (two replicas), ahead.py and fast_
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
+
+from msgspec import structs
 
 from crossdock.workers.schedule import admission, kv, windows
 from crossdock.workers.schedule.adapter_slots import AdapterSlots, SlotChange
@@ -290,7 +291,7 @@ class Scheduler:
         if self._states is not None:
             batch = self._states.with_states(batch)
         if self.encoding.capacity and batch and (work := self.encoding.take_work()) is not NO_ENCODER_WORK:
-            batch = replace(batch, encoder=work)
+            batch = structs.replace(batch, encoder=work)
         for part in batch.scheduled:
             part.request.num_in_flight_tokens += part.num_tokens
         if self.table.tenants.in_use:

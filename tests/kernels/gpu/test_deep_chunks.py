@@ -77,7 +77,7 @@ def test_modelled_gpu_takes_the_estimated_seconds_with_whole_contexts(depth: int
 def test_chunk_at_any_depth_takes_little_longer_than_chosen(depth: int, most_tokens: int, seed: int) -> None:
     """The cost is learnt from the warm-up alone, with its largest chunk."""
     cost = StepCostFit(sweep(seconds, most_tokens, 131_072, random.Random(seed))).cost
-    tokens = cost.tokens_within(TARGET_S, depth, STREAMS)
+    tokens = int(cost.tokens_within(TARGET_S, depth, STREAMS))
     tokens -= tokens % 16
     assert tokens >= 128
     assert seconds(STREAMS.plus_chunk(depth, tokens)) <= LIMIT_S

@@ -4,10 +4,11 @@ import logging
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any, TypeAlias
+
+from msgspec import Struct, structs
 
 from crossdock.workers.replica.engine.chunk_log import chunk_logger, log_chunks
 from crossdock.workers.replica.engine.executor import Drafts, Executor, TokenSampler
@@ -37,8 +38,7 @@ OnScheduled: TypeAlias = Callable[[Batch], None]
 """Takes the batch of a step before the step is executed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
+class Step(Struct, frozen=True):
     """A step that has ended: its batch, its deltas and its times, in seconds on the engine's clock."""
 
     batch: Batch
@@ -235,7 +235,7 @@ class Engine:
         while self.pipeline.has_room and self.begin_step(on_scheduled):
             pass
         step = self.finish_step() if not self.pipeline.is_empty else Step(Batch((), 0), (), self.clock())
-        return replace(step, deltas=[*failed, *step.deltas]) if failed else step
+        return structs.replace(step, deltas=[*failed, *step.deltas]) if failed else step
 
     def load_adapters(self) -> list[TokenDelta]:
         """Begin to load the adapters that waiting requests need, and let those start whose adapters are loaded.

@@ -54,13 +54,13 @@ class StepWork(NamedTuple):
             tokens += num_tokens
             attended += num_tokens * (start + num_tokens / 2)
             context += start
-        return cls(tokens, attended, len(decode_contexts), sum(decode_contexts), chunk_context=context)
+        return cls(tokens, attended, len(decode_contexts), sum(decode_contexts), 0, context)
 
     @classmethod
     def of_streams(cls, count: float, context: float, adapters: AdapterWork, parts: float = 1) -> "StepWork":
         """Return the work of a step that decodes one in `parts` of so many streams, with `context` tokens in total."""
         own, adapted = adapters
-        return cls(decodes=count / parts, context=context / parts, adapters=own / parts, adapted=adapted / parts)
+        return cls(0, 0.0, count / parts, context / parts, 0, 0, own / parts, adapted / parts)
 
     @property
     def rows(self) -> float:
@@ -231,18 +231,12 @@ class StepCost(BaseModel, CostFormula[float]):
 
     def tokens_within(
         self, seconds: float, start: int, work: StepWork = NO_WORK, adapter: float = 0, alone: float | None = None
-    ) -> int:
+    ) -> float:
         """Return the tokens of the largest chunk after `start` tokens of context with which a step takes `seconds`.
 
-        `work`: of the step without the chunk. `alone`: `device_seconds` of `work`, where known. 0: the step takes
-        longer with any chunk of two tokens.
+        With a fraction, as a mean over steps. `work`: of the step without the chunk. `alone`: `device_seconds` of
+        `work`, where known. 0: the step takes longer with any chunk of two tokens.
         """
-        return int(self.chunk_within(seconds, start, work, adapter, alone))
-
-    def chunk_within(
-        self, seconds: float, start: int, work: StepWork = NO_WORK, adapter: float = 0, alone: float | None = None
-    ) -> float:
-        """Return the tokens of the largest chunk as `tokens_within` does, but as a mean over steps: with a fraction."""
         if seconds < self.least_with_chunk:
             return 0.0
         left = seconds - (self.device_seconds(work) if alone is None else alone) - self.per_chunk_context * start

@@ -223,7 +223,7 @@ class Verification:
         for stream in table.running:  # each step looks at all of them: at few for longer than at their deadline
             if alone <= stream.due - now < slack and stream.is_decoding:
                 slack = stream.due - now
-        seconds = longest_step(slack, self.forecast.overrun_when_full)
+        seconds = longest_step(slack, self.forecast.limits.overrun)
         return min(seconds, (1 + FREE_SHARE) * alone) if has_chunks else seconds
 
     def _room_to_compute_again(self, batch: Batch, verifying: Collection[str]) -> int:

@@ -235,15 +235,17 @@ class PagePool:
         """
         if not self.enable_prefix_caching:
             return
+        hash_of = self.block_pool.hash_of
         for group, (held, index) in enumerate(zip(self._owned[owner], self.prefixes.by_group, strict=True)):
-            added = list[int]()
-            for number, page in enumerate(held.pages[first : len(hashes)], first):
-                if page != HOLE and hashes[number] not in index and self.block_pool.hash_of[page] is None:
-                    self.prefixes.add(group, hashes[number], page)
-                    self.block_pool.hash_of[page] = hashes[number]
-                    added.append(number)
+            added = dict[PageHash, int]()
+            for page_hash, page in zip(hashes[first:], held.pages[first : len(hashes)], strict=False):
+                if page != HOLE and page_hash not in index and hash_of[page] is None:
+                    added[page_hash] = page
+                    hash_of[page] = page_hash
+            self.prefixes.add(group, added)
             if not group and self.prefixes.events is not None and request is not None:
-                self.prefixes.events.stored(request, added)
+                numbers = [number for number, page_hash in enumerate(hashes[first:], first) if page_hash in added]
+                self.prefixes.events.stored(request, numbers)
 
     def release(self, owner: str) -> int:
         """Take all pages from `owner`, and return how many of them have no owner now. Unknown owners have none.

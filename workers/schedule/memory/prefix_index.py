@@ -1,6 +1,6 @@
 """Which pages hold which prefixes: an index of page hashes for each group of layers, and of snapshots of states."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple, TypeAlias
 
@@ -60,9 +60,10 @@ class HashChanges:
     def __init__(self) -> None:
         self._changes: dict[PageHash, bool] = {}  # True: it came, False: it went
 
-    def note(self, page_hash: PageHash, *, came: bool) -> None:
-        if self._changes.pop(page_hash, came) is came:  # else the page is as it was at the last look
-            self._changes[page_hash] = came
+    def note(self, page_hashes: Iterable[PageHash], *, came: bool) -> None:
+        for page_hash in page_hashes:
+            if self._changes.pop(page_hash, came) is came:  # else the page is as it was at the last look
+                self._changes[page_hash] = came
 
     def take(self) -> tuple[list[PageHash], list[PageHash]]:
         """Return the hashes that came, in order, and those that went."""
@@ -88,17 +89,17 @@ class PrefixIndex:
         self.changes = HashChanges()  # of the first group, which has no window if any has none
         self.events = events
 
-    def add(self, group: int, page_hash: PageHash, page: int) -> None:
-        """Index a page of a group that has no page of that hash."""
-        self.by_group[group][page_hash] = page
+    def add(self, group: int, pages: Mapping[PageHash, int]) -> None:
+        """Index pages of a group that has no pages of these hashes."""
+        self.by_group[group].update(pages)
         if not group:
-            self.changes.note(page_hash, came=True)
+            self.changes.note(pages, came=True)
 
     def remove(self, group: int, page_hash: PageHash) -> None:
         """Take the page of a group from the index."""
         del self.by_group[group][page_hash]
         if not group:
-            self.changes.note(page_hash, came=False)
+            self.changes.note([page_hash], came=False)
             if self.events is not None:
                 self.events.removed(page_hash)
 

@@ -37,7 +37,7 @@ class Beside(NamedTuple):
     alone: float  # seconds of that step without a chunk
     tpot: float  # promised seconds per token of the tightest stream
     limits: ChunkLimits
-    is_urgent: bool  # the prompt is as urgent as the tightest stream; for a less urgent one, no chunk is certain
+    is_urgent: bool = True  # the prompt is as urgent as the tightest stream; for a less urgent one, no chunk is certain
 
 
 _SHORTEST = 1e-6  # seconds
@@ -50,11 +50,11 @@ def adaptive_share(cost: StepCost, beside: Beside) -> float:
     """Return the share in steps of `adaptive_chunk_budget`. The streams are as early as `longest_gap` allows."""
     limits = beside.limits
     seconds = longest_step(longest_gap(beside.tpot, is_urgent=beside.is_urgent), limits.overrun)
-    tokens = cost.chunk_within(seconds, 0, beside.streams, alone=beside.alone)
+    tokens = cost.tokens_within(seconds, 0, beside.streams, alone=beside.alone)
     floor = limits.floor if beside.is_urgent else 0
     floor = floor_beside(cost, beside.streams, (beside.tpot,), limits.overrun, floor, beside.alone)
     if floor and seconds < (free := free_seconds(cost, beside.streams, 0, floor)):
-        tokens = max(tokens, cost.tokens_within(free, 0, beside.streams, alone=beside.alone), floor)
+        tokens = max(tokens, int(cost.tokens_within(free, 0, beside.streams, alone=beside.alone)), floor)
     least = limits.page_size if beside.is_urgent else LEAST_PART
     return share_of_chunk(cost, beside.streams, tokens) if tokens >= least else 0.0
 
@@ -81,7 +81,7 @@ def lent_beside(cost: StepCost, beside: Beside, share: float, lead: float) -> Le
     share = max(share, LEAST_SHARE)
     if lead <= 0 or seconds <= longest_step(longest_gap(beside.tpot, is_urgent=True), overrun):
         return NOTHING_LENT
-    tokens = cost.chunk_within(seconds, 0, beside.streams, alone=beside.alone)
+    tokens = cost.tokens_within(seconds, 0, beside.streams, alone=beside.alone)
     lent = share_of_chunk(cost, beside.streams, tokens)
     if lent <= share:
         return NOTHING_LENT

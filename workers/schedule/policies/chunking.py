@@ -75,7 +75,7 @@ class ChunkBudget:
     work: StepWork = NO_WORK  # of the step so far
     lent_to: str | None = None  # request id: the prompt to which streams lend
     lent_seconds: float = 0.0  # of the whole step if it has a chunk of that prompt
-    lane_tokens: int = 0  # part of `tokens` that long prompts may not take
+    lane_tokens: int = 0  # part of `tokens` that long prompts may not take; 0: there is no lane
     lane_seconds: float = 0.0  # part of `seconds` that long prompts may not take
     row_tile: int = 1  # rows that the device multiplies at a time: large chunks end where the step's rows fill tiles
     is_chunked: ClassVar = True  # False: one step computes the rest of a prompt, or none of it
@@ -93,16 +93,11 @@ class ChunkBudget:
         within = self.tokens
         spare = 0.0
         if self.seconds < inf:
-            within = min(self.cost.tokens_within(self.seconds, 0, self.work), within)
+            within = min(int(self.cost.tokens_within(self.seconds, 0, self.work)), within)
             spare = max(self.seconds - max(self.cost.seconds(self.work), self.cost.least_with_chunk), 0.0)
         share = min(share, short_tokens / max(within, 1))
         self.lane_tokens = int(self.tokens * share)
         self.lane_seconds = spare * share
-
-    def release_lane(self) -> None:
-        """Let long prompts use the rest of the lane, which short prompts have not used."""
-        self.lane_tokens = 0
-        self.lane_seconds = 0.0
 
     def chunk(self, prompt: "Candidate", threshold: int, page_size: int) -> int:
         """Return how many tokens of a prompt to compute now."""
@@ -121,7 +116,7 @@ class ChunkBudget:
             now = self.cost.seconds(self.work)
             seconds = now + (seconds - now) / prompt.factor
             adapter = prompt.adapter_weights
-            within = self.cost.tokens_within(seconds, prompt.start, self.work, adapter)
+            within = int(self.cost.tokens_within(seconds, prompt.start, self.work, adapter))
             if within < tokens and floor:
                 within = max(within, free_tokens(self.cost, self.work, prompt.start, floor, adapter))
             tokens = min(tokens, within)
@@ -203,7 +198,7 @@ def floor_beside(
     if len(kept) == len(tpots):
         return floor
     seconds = min(KNEE * alone, longest_step(min(kept, default=inf), overrun))
-    return max(cost.tokens_within(seconds, 0, streams), floor)
+    return max(int(cost.tokens_within(seconds, 0, streams)), floor)
 
 
 def free_tokens(
@@ -214,7 +209,7 @@ def free_tokens(
     `work`: of the step without the chunk. `start`: tokens before the chunk. `alone`: see `StepCost.tokens_within`.
     """
     seconds = free_seconds(cost, work, start, floor, adapter)
-    return max(cost.tokens_within(seconds, start, work, adapter, alone), floor)
+    return max(int(cost.tokens_within(seconds, start, work, adapter, alone)), floor)
 
 
 def free_seconds(cost: StepCost, work: StepWork, start: int, floor: int, adapter: float = 0) -> float:

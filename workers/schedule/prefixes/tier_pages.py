@@ -87,7 +87,7 @@ class PageTier:
             if key not in self.pages:
                 self.pages[key] = None
                 if not key.group:
-                    self.changes.note(key.page_hash, came=True)
+                    self.changes.note([key.page_hash], came=True)
                     if self._events is not None:
                         self._events.tiered(key.page_hash, self.name)
 
@@ -97,7 +97,7 @@ class PageTier:
             if key in self.pages:
                 del self.pages[key]
                 if not key.group:
-                    self.changes.note(key.page_hash, came=False)
+                    self.changes.note([key.page_hash], came=False)
                     if self._events is not None:
                         self._events.removed(key.page_hash, self.name)
 

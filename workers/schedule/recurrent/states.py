@@ -8,7 +8,7 @@ If all drafts are accepted, the pages that they were written to become the reque
 the state before the part: accepted tokens are known, and the next part computes them again.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from msgspec import structs
 
@@ -56,7 +56,7 @@ class RecurrentStates:
 
     def with_states(self, batch: Batch) -> Batch:
         """Return the step with the pages of its states. A snapshot is made where pages for it are left."""
-        return replace(batch, scheduled=[self.with_state(part) for part in batch.scheduled])
+        return structs.replace(batch, scheduled=[self.with_state(part) for part in batch.scheduled])
 
     def with_state(self, part: Scheduled) -> Scheduled:
         """Return a part with the pages of its state. A part may have them already."""

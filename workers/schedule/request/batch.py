@@ -1,7 +1,6 @@
 """One step as data: what it computes, and what it found."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -53,9 +52,11 @@ class EncoderWork(NamedTuple):
 NO_ENCODER_WORK = EncoderWork()
 
 
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """One step: decodes of one token first, then decodes of several tokens, then chunks."""
+class Batch(Struct, frozen=True):
+    """One step: decodes of one token first, then decodes of several tokens, then chunks.
+
+    A struct, because every step needs a new one, and a frozen dataclass takes many times as long to make.
+    """
 
     scheduled: Sequence[Scheduled]
     num_decodes: int  # with and without drafts

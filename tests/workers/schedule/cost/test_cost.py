@@ -177,7 +177,7 @@ WORKS = st.tuples(st.integers(0, 100), st.integers(0, 3)).map(
 
 @given(COSTS, st.floats(0, 2), st.integers(0, 100_000), WORKS)
 def test_tokens_within_is_the_largest_chunk(cost: StepCost, seconds: float, start: int, work: StepWork) -> None:
-    tokens = cost.tokens_within(seconds, start, work)
+    tokens = int(cost.tokens_within(seconds, start, work))
     assert tokens == 0 or cost.seconds(work.plus_chunk(start, tokens)) <= seconds * (1 + 1e-9) + 1e-12
     assert tokens + 1 == 1 or cost.seconds(work.plus_chunk(start, tokens + 1)) > seconds * (1 - 1e-9)
     if not tokens:
@@ -262,7 +262,7 @@ def test_chunk_grows_little_beyond_the_tokens_that_an_indexer_chooses() -> None:
 
 @given(st.floats(0, 2), st.integers(0, 100_000))
 def test_largest_chunk_alone_is_found_beyond_chosen_tokens(seconds: float, start: int) -> None:
-    tokens = CHOSEN.tokens_within(seconds, start)
+    tokens = int(CHOSEN.tokens_within(seconds, start))
     assert tokens == 0 or CHOSEN.seconds(NO_WORK.plus_chunk(start, tokens)) <= seconds * (1 + 1e-9)
     assert tokens == 0 or CHOSEN.seconds(NO_WORK.plus_chunk(start, tokens + 1)) > seconds * (1 - 1e-9)
     if not tokens:

@@ -59,7 +59,7 @@ def test_pages_that_were_indexed_in_between_divide_an_event() -> None:
     hashes = whole.prefix_hashes(12, SIZE)
     pool.share(whole.owner, pool.prefixes.match(()))
     pool.allocate(whole.owner, 3)
-    pool.prefixes.add(0, hashes[1], 7)  # of another request
+    pool.prefixes.add(0, {hashes[1]: 7})  # of another request
     pool.index(whole.owner, hashes, 0, whole)
     assert [(each.hashes, each.parent) for each in events.take() if isinstance(each, StoredPages)] == [
         ([hashes[0]], None),

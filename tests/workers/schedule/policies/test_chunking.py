@@ -152,7 +152,7 @@ def test_step_without_streams_is_the_shortest_whose_fixed_part_is_a_tenth(
     step = idle_step(cost, start, longest)
     assert step <= longest
     if step < longest:
-        tokens = cost.tokens_within(step, start)
+        tokens = int(cost.tokens_within(step, start))
         assert cost.fixed_seconds(start) <= FREE_SHARE * step * (1 + 1e-9)
         assert tokens >= int(cost.breakpoint_rows), "below the breakpoint, more tokens cost less than their price"
         at_breakpoint = step <= cost.breakpoint_seconds(start)
@@ -212,7 +212,7 @@ def test_floor_of_a_long_prompt_does_not_take_the_time_of_short_ones() -> None:
     assert budget.chunk(Candidate(100_000, 120_000, 0, True), 0, 16) == 0
     assert budget.chunk(Candidate(0, 50, 0, False), 0, 16) == 50
     budget.take(Candidate(0, 50), 50)
-    budget.release_lane()
+    budget.lane_tokens = 0
     assert budget.chunk(Candidate(100_000, 120_000, 0, True), 0, 16) == 0, (
         "the floor belongs to the step, and is used up"
     )
