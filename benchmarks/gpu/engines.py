@@ -9,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -215,7 +216,7 @@ def _predictions(bench: Bench, engines: Engines) -> Figures:
         with suppress(UnavailableError):
             work, seconds = _measured(bench, engine, *kind, 3)
             found[name] = 100 * (cost.seconds(work) / seconds - 1)
-    return {**found, **cost.model_dump()}
+    return {**found, **asdict(cost)}
 
 
 def _ids(bench: Bench, count: int, seed: int) -> list[int]:

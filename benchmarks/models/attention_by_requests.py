@@ -118,14 +118,13 @@ def divisions(fields: Mapping[str, Any], gpu: str, ranks: int, folder: Path) -> 
     copied = attention_bytes(fields) * (ranks - 1)
     bandwidth = GPUS[gpu].bandwidth * _BANDWIDTH_SHARE
     latents = stages.cost.per_decode - stages.cost.per_prefill_token  # read at any context; small, with sampling's
-    cost = heads.cost.model_copy(
-        update={
-            "base": heads.cost.base + copied / ranks / bandwidth,
-            "per_context": heads.cost.per_context / ranks,
-            "per_chunk_context": heads.cost.per_chunk_context / ranks,
-            "per_decode": heads.cost.per_prefill_token + max(latents, 0.0) / ranks,
-            "per_attended": stages.cost.per_attended / ranks,  # indexers' scores too are of a rank's own streams
-        }
+    cost = replace(
+        heads.cost,
+        base=heads.cost.base + copied / ranks / bandwidth,
+        per_context=heads.cost.per_context / ranks,
+        per_chunk_context=heads.cost.per_chunk_context / ranks,
+        per_decode=heads.cost.per_prefill_token + max(latents, 0.0) / ranks,
+        per_attended=stages.cost.per_attended / ranks,  # indexers' scores too are of a rank's own streams
     )
     pages = {
         "heads": heads.num_pages,

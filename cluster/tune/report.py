@@ -284,9 +284,9 @@ def as_json(found: Findings) -> dict[str, Any]:
         "knee_chunk": found.curves.knee(0),
         "best_prefill_tokens_per_s": found.curves.best_rate,
         "step_cost": {
-            "this_sweep": found.curves.fit().model_dump(),
+            "this_sweep": asdict(found.curves.fit()),
             "held_out_error": {"p50": own[0], "p90": own[1]},
-            "at_start": found.profile.cost.model_dump(),
+            "at_start": asdict(found.profile.cost),
             "at_start_error": {"p50": started[0], "p90": started[1]},
         },
         "trade_off": {"prompt_tokens": found.prompt, "points": _points(found)},

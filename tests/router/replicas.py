@@ -1,7 +1,7 @@
 """Replicas to route over: real schedulers whose steps take the seconds that their cost says, without a model."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from msgspec import structs
@@ -25,7 +25,7 @@ from crossdock.workers.schedule.scheduler import Scheduler
 from tests.workers.schedule.model_free_replica import ModelFreeReplica, new_scheduler
 
 COST = StepCost(base=2e-3, per_prefill_token=1e-4, per_attended=1e-8, per_decode=2e-4, per_context=1e-7)
-LONG_STEPS = COST.model_copy(update={"base": 10e-3})
+LONG_STEPS = replace(COST, base=10e-3)
 """A cost whose knee of throughput, 100 ms, is beyond the 512 tokens that a step of `profile` may hold."""
 ENCODER = EncoderCost(base=1e-3, per_embedding_token=1e-4, per_square=1e-7)  # 24 ms for a picture of 200 rows
 PAGE_SIZE = 16

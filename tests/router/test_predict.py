@@ -3,6 +3,7 @@
 import random
 from bisect import bisect
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,8 +25,8 @@ from tests.router.replicas import CLASSES, COST, LONG_STEPS, Replica, changed, f
 from tests.workers.schedule.model_free_replica import ModelFreeReplica
 
 BENT = (  # a GPU that launches a chunk's kernels for 20 ms; a CPU whose first rows cost more than others
-    COST.model_copy(update={"breakpoint_rows": 256, "per_early_row": -1e-4, "least_with_chunk": 20e-3}),
-    COST.model_copy(update={"breakpoint_rows": 8, "per_early_row": 1e-3}),
+    replace(COST, breakpoint_rows=256, per_early_row=-1e-4, least_with_chunk=20e-3),
+    replace(COST, breakpoint_rows=8, per_early_row=1e-3),
 )
 
 
@@ -222,7 +223,7 @@ def test_short_prompt_that_comes_at_once_with_long_ones_has_its_token_when_their
 
 def test_steps_with_adapters_take_what_the_replica_says() -> None:
     """Streams with two adapters and without one: of the present, of an in-flight load, and a prompt alone."""
-    cost = LONG_STEPS.model_copy(update={"per_adapter": 5e-9, "per_adapted": 1e-9})
+    cost = replace(LONG_STEPS, per_adapter=5e-9, per_adapted=1e-9)
     replica, adapters = Replica(profile(cost=cost), max_loras=4), [Adapter(name, "", name, 10**6) for name in "abc"]
     fleet = fleet_of({"a": replica.profile})
     for number, adapter in enumerate([None, *adapters[:2], adapters[0]]):

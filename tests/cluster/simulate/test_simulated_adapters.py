@@ -1,5 +1,7 @@
 """LoRA adapters in the simulator: loads take their seconds, and the router sends requests where their adapter is."""
 
+from dataclasses import replace
+
 import pytest
 
 from crossdock.cluster.simulate.fleet import SimulatedFleet
@@ -25,7 +27,7 @@ def test_router_keeps_adapters_apart(policy: str) -> None:
 @pytest.mark.parametrize("at_once", [True, False])
 def test_steps_with_adapters_take_longer(at_once: bool) -> None:
     """A decode with its adapter takes 1/64 s more, and each token of its prompt 1/128 s."""
-    dear = profile(cost=COST.model_copy(update={"per_adapter": 0.5**21, "per_adapted": 0.5**21}))
+    dear = profile(cost=replace(COST, per_adapter=0.5**21, per_adapted=0.5**21))
     ended = []
     for num_weights in (0, 2**14):
         cluster = with_adapters(fleet({"profile": dear}), count=1, num_weights=num_weights, load_s=0.0)

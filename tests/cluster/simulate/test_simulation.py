@@ -213,7 +213,7 @@ def test_router_by_seconds_sends_siblings_to_the_replica_with_their_prefix() -> 
 
 def test_slow_replica_gets_only_requests_that_it_can_serve_in_time() -> None:
     slow = {"base": COST.base * 8, "per_prefill_token": COST.per_prefill_token * 8}
-    pools = {"name": "fast"}, {"name": "slow", "profile": profile(cost=COST.model_copy(update=slow))}
+    pools = {"name": "fast"}, {"name": "slow", "profile": profile(cost=replace(COST, **slow))}
     jobs = [job(f"{n}", 64, 8, n / 10) for n in range(40)]
     counts = {}
     for policy in ("seconds", "round-robin"):

@@ -2,7 +2,7 @@
 
 import json
 import multiprocessing
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -184,7 +184,7 @@ def test_profile_can_be_simulated(tmp_path: Path) -> None:
     file.write_text(report.profile(findings()))
     profile = read_profile("profile.json", tmp_path)
     assert profile.num_pages == PROFILE.num_pages
-    for name, value in COST:
+    for name, value in asdict(COST).items():
         assert getattr(profile.cost, name) == pytest.approx(value, rel=1e-5, abs=1e-12)  # the fit has a weak prior
     assert load_fleet(None, f"mixed=2x{file}").pools[0].profile.cost == profile.cost
 

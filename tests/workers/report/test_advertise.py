@@ -1,6 +1,7 @@
 """The live profile agrees with the scheduler, and is published seldom."""
 
 import random
+from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -22,7 +23,7 @@ from tests.router.replicas import live_profile
 from tests.workers.schedule import model_free_replica
 from tests.workers.schedule.model_free_replica import ModelFreeReplica, new_request, new_scheduler
 
-COST = model_free_replica.COST.model_copy(update={"base": 10e-3})
+COST = replace(model_free_replica.COST, base=10e-3)
 """A cost whose knee of throughput, 100 ms, is beyond the 64 tokens of a step."""
 
 CLASSES = (

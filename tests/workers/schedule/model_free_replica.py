@@ -2,7 +2,7 @@
 
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from crossdock.workers.schedule.config import SchedulerConfig
@@ -22,7 +22,7 @@ from crossdock.workers.schedule.scheduler import Scheduler
 
 EOS = 0
 COST = StepCost(base=1e-3, per_prefill_token=1e-3, per_attended=1e-7, per_decode=5e-4, per_context=1e-6)
-LONG_STEPS = COST.model_copy(update={"base": 30e-3})
+LONG_STEPS = replace(COST, base=30e-3)
 """A cost whose knee of throughput, 300 ms, is beyond the 256 tokens that a step of `new_timed_replica` may hold."""
 CLASSES = (
     SloClass(name="interactive", ttft_s=0.4, tpot_s=0.004, decode_share=0.25),

@@ -1,6 +1,7 @@
 """Promises: predicted first tokens, refusals with the seconds to wait, places reserved for urgent classes."""
 
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import ClassVar
 
 import numpy as np
@@ -137,7 +138,7 @@ class CountedCost(StepCost):
 
 
 def test_thousand_choices_that_arrive_between_two_steps_are_each_predicted_a_few_times() -> None:
-    replica = new_timed_replica(CountedCost(**COST.model_dump()))
+    replica = new_timed_replica(CountedCost(**asdict(COST)))
     replica.add("running", 300)
     replica.step()
     CountedCost.num_predictions = 0
@@ -178,7 +179,7 @@ def test_prediction_after_any_change_of_the_queue_is_that_of_a_first_look() -> N
         if number % 4 == 2:
             replica.scheduler.abort(f"r{number - 2}")
         if number % 11 == 3:
-            replica.scheduler.learn(replica.scheduler.forecast.cost.model_copy(update={"base": 0.001 * number}), 1.1)
+            replica.scheduler.learn(replace(replica.scheduler.forecast.cost, base=0.001 * number), 1.1)
         forecast = replica.scheduler.forecast
         fresh = Forecast(table, forecast.cost, forecast.overrun)
         assert replica.scheduler.forecast.ttft(request) == fresh.ttft(request)

@@ -1,6 +1,7 @@
 """Which requests slow down when time runs short: classes are tiers, short prompts have a lane, none starves."""
 
 import random
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -9,7 +10,7 @@ import pytest
 from crossdock.workers.schedule.request.submission import InvalidField
 from tests.workers.schedule.model_free_replica import CLASSES, COST, LONG_STEPS, ModelFreeReplica, new_timed_replica
 
-SLOW_ATTENTION = COST.model_copy(update={"per_attended": 1e-6})
+SLOW_ATTENTION = replace(COST, per_attended=1e-6)
 
 
 def order_of_first_tokens(replica: ModelFreeReplica) -> list[str]:

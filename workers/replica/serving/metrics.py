@@ -2,6 +2,7 @@
 
 from collections import Counter as Tally
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
@@ -446,7 +447,7 @@ class _Gauges(Collector):
         if fit is None:
             return
         text = "Coefficients of StepCost, the prediction of a step's duration."
-        yield _gauge("crossdock_step_cost_seconds", text, fit.cost.model_dump(), "coefficient")
+        yield _gauge("crossdock_step_cost_seconds", text, asdict(fit.cost), "coefficient")
         text = "Least seconds of a token, of the classes that promise less: beyond this machine."
         beyond = promises_beyond(fit.cost, self._engine.config.slo_classes)
         yield _gauge("crossdock_promise_beyond_seconds", text, beyond, "slo_class")

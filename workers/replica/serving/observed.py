@@ -140,7 +140,7 @@ class ObservedEngine:
             "requests": {status.value: requests[status.value] for status in Status if status is not Status.FINISHED},
             "tiers": [each._asdict() for each in self._tiers()] if owner is None else None,
             "charged_s": engine.scheduler.table.tenants.by_name() if owner is None else None,
-            "cost": None if fit is None else fit.cost.model_dump(),
+            "cost": None if fit is None else asdict(fit.cost),
             "overrun": None if fit is None else fit.overrun,
             "interval_share": None if fit is None else engine.intervals.share,
             "step_error": None if fit is None else fit.error(0.5),

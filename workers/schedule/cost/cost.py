@@ -6,11 +6,14 @@ An argument `adapter` counts the numbers in the matrices of the request's LoRA a
 """
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
 from math import floor, sqrt
 from operator import attrgetter
 from typing import Any, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import ConfigDict, Field, model_validator
+from pydantic.dataclasses import dataclass
+from pydantic_core import ArgsKwargs
 
 from crossdock.workers.schedule.cost.formula import CostFormula
 
@@ -105,7 +108,8 @@ NO_LIMIT = 1e12  # tokens: more than any context or chunk has
 NO_ADAPTERS = AdapterWork(0, 0)
 
 
-class StepCost(BaseModel, CostFormula[float]):
+@dataclass(frozen=True, config=ConfigDict(extra="forbid"))
+class StepCost(CostFormula[float]):
     """The prices of a replica's steps, in seconds. Measured, never configured.
 
     seconds(step) = base + per_prefill_token·tokens + per_attended·Σ chunk·(context + chunk/2)
@@ -123,8 +127,6 @@ class StepCost(BaseModel, CostFormula[float]):
     contexts in one step count as their mean, and a prompt that begins before `most_context` as the middle of its
     tokens, by which its attention is predicted too long by a third at most.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     base: float = Field(ge=0)
     per_prefill_token: float = Field(ge=0)
@@ -147,8 +149,9 @@ class StepCost(BaseModel, CostFormula[float]):
 
     @model_validator(mode="before")
     @classmethod
-    def _chunks_read_context_like_decodes(cls, given: dict[str, Any]) -> dict[str, Any]:
-        return {"per_chunk_context": given.get("per_context", 0.0), **given}
+    def _chunks_read_context_like_decodes(cls, given: Any) -> Any:
+        named = given.kwargs or {} if isinstance(given, ArgsKwargs) else given
+        return {"per_chunk_context": named.get("per_context", 0.0), **named}
 
     @model_validator(mode="after")
     def _more_rows_cost_no_less(self) -> Self:
@@ -163,7 +166,7 @@ class StepCost(BaseModel, CostFormula[float]):
     @classmethod
     def of(cls, coefficients: Sequence[float]) -> "StepCost":
         """Create a cost from its `coefficients`. Ones that an older replica does not report have defaults."""
-        return cls(**dict(zip(cls.model_fields, coefficients, strict=False)))
+        return cls(**dict(zip(_NAMES, coefficients, strict=False)))
 
     @property
     def coefficients(self) -> tuple[float, ...]:
@@ -180,9 +183,8 @@ class StepCost(BaseModel, CostFormula[float]):
 
     def slowed(self, scale: float) -> "StepCost":
         """Return the cost of a device that takes `scale` times as long."""
-        names = type(self).model_fields.keys() - {"breakpoint_rows", "most_context"}
-        seconds = {name: getattr(self, name) * scale for name in names}
-        return self.model_copy(update=seconds)
+        names = set(_NAMES) - {"breakpoint_rows", "most_context"}
+        return replace(self, **{name: getattr(self, name) * scale for name in names})
 
     def seconds(self, work: StepWork) -> float:
         """Return the predicted seconds of a step."""
@@ -268,7 +270,8 @@ class StepCost(BaseModel, CostFormula[float]):
         return super().last_step_seconds(start, end, chunk, adapter) if end > start else 0.0
 
 
-_coefficients = attrgetter(*StepCost.model_fields)
+_NAMES = tuple(each.name for each in fields(StepCost))
+_coefficients = attrgetter(*_NAMES)
 _ROUNDING = 1e-9  # seconds per row
 
 

@@ -1,6 +1,7 @@
 """StepCost: the seconds of a step are learnt from steps, stay learnt, and outliers do not change them."""
 
 import random
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -29,7 +30,7 @@ def sweep(cost: StepCost, count: int = 40, noise: float = 0.0, seed: int = 1) ->
 
 
 def coefficients(cost: StepCost) -> list[float]:
-    return list(cost.model_dump().values())
+    return list(asdict(cost).values())
 
 
 def test_work_counts_the_tokens_that_attention_reads() -> None:
@@ -49,7 +50,7 @@ def test_exact_sweep_gives_the_true_coefficients() -> None:
 
 def test_context_of_chunks_has_a_price_of_its_own() -> None:
     """Where no step shows this price, it is that of the context of decodes."""
-    dear = TRUTH.model_copy(update={"per_chunk_context": 9e-7})
+    dear = replace(TRUTH, per_chunk_context=9e-7)
     np.testing.assert_allclose(coefficients(StepCostFit(sweep(dear)).cost), coefficients(dear), rtol=0.1)
     works = [StepWork.of([(0, tokens)]) for tokens in (16, 64, 256, 1024)]
     works += [StepWork.of([], [context] * streams) for streams in (1, 8, 60) for context in (10, 2000)]
@@ -58,7 +59,7 @@ def test_context_of_chunks_has_a_price_of_its_own() -> None:
 
 
 def test_fit_learns_from_served_steps_what_adapters_cost() -> None:
-    adapted = TRUTH.model_copy(update={"per_adapter": 4e-10, "per_adapted": 1.5e-10})
+    adapted = replace(TRUTH, per_adapter=4e-10, per_adapted=1.5e-10)
     fit, rng = StepCostFit(sweep(TRUTH)), random.Random(5)
     assert fit.cost.advertised == fit.cost.coefficients[:-4], "without adapters there is nothing to tell"
     for _ in range(320):
@@ -101,7 +102,7 @@ def test_coefficients_are_never_negative(seed: int, noise: float) -> None:
     for work, seconds in sweep(TRUTH, count=50, noise=noise, seed=seed + 1):
         fit.observe(work, seconds)
     cost = fit.cost
-    assert all(value >= 0 for name, value in cost.model_dump().items() if name != "per_early_row")
+    assert all(value >= 0 for name, value in asdict(cost).items() if name != "per_early_row")
     assert cost.per_early_row >= -min(cost.per_prefill_token, cost.per_decode) - 1e-12
 
 
@@ -120,7 +121,7 @@ def test_non_negative_solution_is_the_best_of_its_kind() -> None:
 
 def test_fit_follows_a_device_that_becomes_slower() -> None:
     fit = StepCostFit(sweep(TRUTH))
-    slower = StepCost(**{name: 1.5 * value for name, value in TRUTH.model_dump().items()})
+    slower = StepCost(**{name: 1.5 * value for name, value in asdict(TRUTH).items()})
     for work, seconds in sweep(slower, count=2000, noise=0.05, seed=5):
         fit.observe(work, seconds)
     work = StepWork.of([(500, 128)], [300] * 8)
@@ -167,7 +168,7 @@ BENT = StepCost(
     per_chunk_context=6e-7,
 )
 STEEP = StepCost(base=14e-3, per_prefill_token=1.1e-4, per_decode=1.5e-4, breakpoint_rows=8, per_early_row=9e-4)
-CHOSEN = TRUTH.model_copy(update={"most_context": 2048.0, "per_far": 5e-9})
+CHOSEN = replace(TRUTH, most_context=2048.0, per_far=5e-9)
 """That of a model whose indexers choose 2,048 tokens."""
 COSTS = st.sampled_from([TRUTH, BENT, STEEP])
 WORKS = st.tuples(st.integers(0, 100), st.integers(0, 3)).map(
@@ -234,7 +235,7 @@ def test_decode_grows_little_beyond_the_tokens_that_an_indexer_chooses() -> None
 @pytest.mark.parametrize(("count", "context"), [(1, 500), (3, 2000), (8, 24_000)])
 def test_step_of_decodes_alone_takes_what_the_terms_of_the_cost_say(count: int, context: int) -> None:
     rows = {"breakpoint_rows": 4, "per_early_row": 3e-4, "per_adapter": 1e-9, "per_adapted": 2e-9}
-    cost = TRUTH.model_copy(update={**rows, "most_context": 1000, "per_far": 1e-8})
+    cost = replace(TRUTH, **rows, most_context=1000, per_far=1e-8)
     near = min(context, 1000 * count)
     expected = 6e-3 + 3e-4 * min(count, 4) + 8e-4 * count + 1.5e-7 * near + 1e-8 * (context - near) + 1e-3 + 1.6e-2
     assert cost.decode_step_seconds(count, context, 1e6, 8e6) == pytest.approx(expected)
@@ -245,7 +246,7 @@ def test_step_of_decodes_alone_takes_what_the_terms_of_the_cost_say(count: int, 
 @pytest.mark.parametrize("adapters", [AdapterWork(0, 0), AdapterWork(3e6, 9e6)])
 @pytest.mark.parametrize("depth", [1, 4])
 def test_step_of_some_streams_takes_what_its_work_takes(depth: int, adapters: AdapterWork) -> None:
-    cost = TRUTH.model_copy(update={"per_adapter": 2e-9, "per_adapted": 1e-10})
+    cost = replace(TRUTH, per_adapter=2e-9, per_adapted=1e-10)
     work = StepWork(decodes=12 / depth, context=7000 / depth, adapters=adapters[0] / depth, adapted=adapters[1] / depth)
     assert cost.streams_seconds(12, 7000, adapters, depth) == cost.seconds(work)
     assert StepWork.of_streams(12, 7000, adapters, depth) == work
@@ -297,7 +298,7 @@ def test_price_of_tokens_that_are_scored_alone_is_learnt() -> None:
 
 def test_bound_of_the_context_is_advertised_only_where_there_is_one() -> None:
     assert len(TRUTH.advertised) == len(TRUTH.coefficients) - 4
-    for cost in (TRUTH, CHOSEN, TRUTH.model_copy(update={"per_adapted": 1e-12})):
+    for cost in (TRUTH, CHOSEN, replace(TRUTH, per_adapted=1e-12)):
         assert StepCost.of(cost.advertised) == cost
 
 

@@ -1,5 +1,6 @@
 """How many prompt tokens a step computes: chunks within a budget of tokens and seconds, a lane for short prompts."""
 
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -57,7 +58,7 @@ def test_adaptive_chunk_keeps_the_step_within_the_slack(
 
 
 def test_chunk_beside_adapters_or_with_one_is_shorter_and_keeps_the_step_within_the_slack() -> None:
-    cost = COST.model_copy(update={"per_adapter": 4e-10, "per_adapted": 2e-10})
+    cost = replace(COST, per_adapter=4e-10, per_adapted=2e-10)
     size, found = 10_000_000, []
     for beside, own in ((0, 0), (8, 0), (0, 1), (8, 1)):
         streams = AdapterWork(beside * size, beside * size)

@@ -1,5 +1,6 @@
 """Chunks on pipeline stages: alike, and of the seconds at which fixed parts and waiting stages cost least."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -12,7 +13,7 @@ from crossdock.workers.schedule.request.batch import Batch, SampledToken
 from tests.workers.schedule.model_free_replica import new_request, new_scheduler
 
 COST = StepCost(base=6e-3, per_prefill_token=5e-4, per_attended=0, per_decode=8e-4, per_context=0)
-EXPERTS = COST.model_copy(update={"breakpoint_rows": 64.0, "per_early_row": 5e-3})  # which the first rows have read
+EXPERTS = replace(COST, breakpoint_rows=64.0, per_early_row=5e-3)  # which the first rows have read
 PROMPT = 3000
 STREAMS = 8
 

@@ -1,5 +1,6 @@
 """Pages are stored and loaded where that saves seconds, as counted and predicted."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from tests.workers.schedule.model_free_replica import COST, ModelFreeReplica, ch
 PROMPT = [*range(1, 43)]  # ten full pages of four tokens, and two tokens
 OTHER = [*range(51, 93)]
 PAGE_S = 4e-3  # to compute, by `COST`
-ONE_STEP = COST.model_copy(update={"base": 5e-3})
+ONE_STEP = replace(COST, base=5e-3)
 """A cost whose knee of throughput is beyond `PROMPT`."""
 WHOLE = {"enable_chunked_prefill": False, "max_num_batched_tokens": 4000}  # prompts wait for all of their pages
 
