@@ -8,8 +8,8 @@ Prints GB/s (median and best), µs per page, CPU seconds per GB at the source an
 the last page; then the time of one chunk, and the CPU share of a dock that is idle or waits.
 
 `--predicted` names the bytes of a page. Prompts of 512 to 8,192 tokens in random order, without and with checksums: a
-transfer is predicted to take its bytes by the mean rate of those before, as a replica advertises it. CPU seconds, since
-other processes have the cores too.
+transfer is predicted as a replica advertises it, which has learnt from those before: seconds of its own, and of its
+bytes. CPU seconds, since other processes have the cores too.
 
 Each repeat is a whole transfer between the docks of two processes: this one receives, a child sends. Its seconds are
 from the first write until the target (TCP) or UCX (NIXL) reports that all pages have arrived. A page is one descriptor
@@ -38,7 +38,7 @@ from crossdock.kvtransfer.events import Arrived, Committed, Event, Failed, Relea
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, PoolSpec
 from crossdock.kvtransfer.records import GroupPages
 from crossdock.kvtransfer.transport import Memory, Transport, TransportUnavailable
-from crossdock.workers.report.publisher import NEWEST_RATE
+from crossdock.workers.report.link import LinkFit
 
 SMOLLM2 = PoolLayout((LayerShape(3, 64, 64),) * 30, 16, 2)
 CHUNK_PAGES = 32  # 512 tokens
@@ -224,12 +224,13 @@ def report_predicted(page_bytes: int, repeats: int) -> None:
             both = zip(figures["cpu"], figures["target_cpu"], strict=True)
             transfers += [(num_pages, source + target) for source, target in both]
         random.Random(0).shuffle(transfers)
-        rate = 0.0  # pages for each second
+        link = LinkFit()
         errors = dict[int, list[float]]()
         for num_pages, seconds in transfers:
-            if rate:
-                errors.setdefault(num_pages, []).append(abs(num_pages / rate - seconds) / seconds)
-            rate += (num_pages / seconds - rate) * (NEWEST_RATE if rate else 1.0)
+            num_bytes = num_pages * page_bytes
+            if link.cost.bytes_per_second:
+                errors.setdefault(num_pages, []).append(abs(link.cost.seconds(num_bytes) - seconds) / seconds)
+            link.observe(num_bytes, seconds)
         for num_pages, each in [*sorted(errors.items()), ("all", [*chain(*errors.values())])]:
             p50, p90 = 100 * np.quantile(each, [0.5, 0.9])
             named = "with checksums" if has_checksums else "without"

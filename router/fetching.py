@@ -95,12 +95,14 @@ def _best_sources(loads: Loads, cached: Floats, link_waits: Floats) -> Slots:
     if len(holders) <= PAIR_CANDIDATES:
         return holders
     per_token = np.add.reduce(loads.cost.per_prefill_token.take(holders)) / len(holders)
-    cost = cached * (loads.pages.num_bytes / (loads.pages.size * loads.pages.bytes_per_second) - per_token) + link_waits
+    cost = cached * (loads.pages.num_bytes / (loads.pages.size * loads.pages.bytes_per_second) - per_token)
+    cost += loads.pages.transfer_s + link_waits
     return least(holders, cost, PAIR_CANDIDATES)
 
 
 def _travel_seconds(loads: Loads, more: Floats, sources: Slots, slots: Slots) -> Floats:
     """Return the seconds `[source, slot]` that the pages of `more` tokens take on a source's link."""
     pages = loads.group_pages(np.maximum(more, 0.0) / loads.pages.size[slots], slots) + loads.pages.state_pages[slots]
-    travel: Floats = pages * loads.pages.num_bytes[slots] / loads.pages.bytes_per_second[sources, None]
+    num_bytes = pages * loads.pages.num_bytes[slots]
+    travel: Floats = loads.pages.transfer_s[sources, None] + num_bytes / loads.pages.bytes_per_second[sources, None]
     return travel

@@ -48,7 +48,8 @@ class PageSizes(NamedTuple, Generic[One]):
     window_pages: One  # most pages of all groups with a window
     state_pages: One  # of each request's recurrent state
     num_bytes: One
-    bytes_per_second: One  # at which they travel to another replica
+    transfer_s: One  # that each transfer to another replica takes beside its bytes
+    bytes_per_second: One  # at which they travel
 
 
 class Joins(NamedTuple, Generic[One]):

@@ -247,7 +247,8 @@ def _travel(options: Options, near: Slots, far: Slots) -> tuple[Floats, Floats]:
     travel = num_bytes / loads.pages.bytes_per_second[near, None]
     behind = travel_behind(travel, prediction.chunk[near, None], prediction.alone[near, None], num_tokens)
     state = loads.pages.state_pages[far] * loads.pages.num_bytes[far] / loads.pages.bytes_per_second[near, None]
-    return travel + state, behind + state
+    after = loads.pages.transfer_s[near, None] + state
+    return travel + after, behind + after
 
 
 def travel_behind(travel: Floats, chunk: Floats, alone: Floats, num_tokens: int) -> Floats:

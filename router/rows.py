@@ -19,6 +19,7 @@ from crossdock.router.loads import (
 )
 from crossdock.router.room import padded, room_of
 from crossdock.router.work import Group, InFlightLoad, Work
+from crossdock.workers.report.link import LinkCost
 from crossdock.workers.report.live_profile import Learnt, LiveProfile
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost.cost import StepCost, StepWork
@@ -98,7 +99,8 @@ def row(
 def _page_sizes(profile: SchedulingProfile, live: LiveProfile) -> PageSizes[float]:
     needs = profile.needs
     sizes = profile.page_size, len(profile.windows), needs.num_full_groups, needs.window_pages, profile.state_pages
-    return PageSizes(*sizes, profile.page_bytes, live.bytes_per_second or profile.bytes_per_second)
+    link = live.link if live.link.bytes_per_second else LinkCost(bytes_per_second=profile.bytes_per_second)
+    return PageSizes(*sizes, profile.page_bytes, *link)
 
 
 def _costs(profile: SchedulingProfile, learnt: Learnt) -> tuple[StepCost, Learnt]:

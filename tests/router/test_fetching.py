@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from crossdock.router.fleet import Fleet
 from crossdock.router.legs import submits_of
 from crossdock.router.placement import Placement
+from crossdock.workers.report.link import LinkCost
 from crossdock.workers.report.live_profile import PageChanges, Prompts
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.request.page_hashes import hash_pages
@@ -75,6 +76,17 @@ def test_slow_link_lets_the_prompt_be_computed() -> None:
     for rate, source in ((100e6, "a"), (10e6, None)):
         found = choose(holding({name: profile(bytes_per_second=rate) for name in "ab"}, {"a": 187}))
         assert (found.decode, found.source) == ("b", source)
+
+
+def test_link_whose_transfers_take_long_whatever_their_bytes_lets_the_prompt_be_computed() -> None:
+    """187 pages of 100 kB take 0.02 s at 1 GB/s; computing takes 0.3 s."""
+    for transfer_s, source in ((0.1, "a"), (0.4, None)):
+        fleet = holding({name: profile() for name in "ab"}, {"a": 187})
+        fleet.hear("a", live(3, prompts=BUSY, link=LinkCost(transfer_s, 1e9)), 0.0)
+        found = choose(fleet)
+        assert (found.decode, found.source) == ("b", source)
+        if source:
+            assert found.predicted_ttft > transfer_s
 
 
 def test_source_whose_link_is_asked_for_more_than_computing_takes_is_left_alone() -> None:

@@ -12,6 +12,7 @@ from crossdock.router.loads import Slots
 from crossdock.router.placement import PAIR_CANDIDATES, Candidates, Options, SlotPair, choose
 from crossdock.router.predict import Prediction, predict_prompt, with_output
 from crossdock.router.query import Query
+from crossdock.workers.report.link import LinkCost
 from crossdock.workers.report.live_profile import PageChanges, Prompts
 from crossdock.workers.schedule.cost.formula import Floats
 from crossdock.workers.schedule.request.page_hashes import hash_pages
@@ -146,6 +147,16 @@ def test_prompt_is_shipped_when_the_decode_replica_is_busy_and_the_prefill_repli
 @pytest.mark.parametrize(("bytes_per_second", "prefill"), [(1e10, "p"), (1e6, None)], ids=["fast", "slow"])
 def test_prompt_is_shipped_over_a_fast_network_only(bytes_per_second: float, prefill: str | None) -> None:
     fleet = pools(bytes_per_second=bytes_per_second)
+    fleet.hear("d", live(2, prompts=(Prompts(1, 5, 1, 4000, 2.0),)), 0.0)
+    assert fleet.choose(query("r", 4000), 0.0).prefill == prefill
+
+
+@pytest.mark.parametrize(("transfer_s", "prefill"), [(0.01, "p"), (3.0, None)], ids=["quick", "slow"])
+def test_prompt_is_shipped_where_a_transfer_takes_little_beside_its_bytes(
+    transfer_s: float, prefill: str | None
+) -> None:
+    fleet = pools()
+    fleet.hear("p", live(2, link=LinkCost(transfer_s, 1e10)), 0.0)
     fleet.hear("d", live(2, prompts=(Prompts(1, 5, 1, 4000, 2.0),)), 0.0)
     assert fleet.choose(query("r", 4000), 0.0).prefill == prefill
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from crossdock.workers.report.answer import Answer
+from crossdock.workers.report.link import LinkCost
 from crossdock.workers.report.live_profile import (
     LENGTHS,
     MOST_ENDS,
@@ -54,7 +55,7 @@ def observe(
     sequence: int,
     shares: RecentShares = RecentShares(),  # noqa: B008  # immutable
     step_seconds: float = 0.0,
-    bytes_per_second: float = 0.0,
+    link: LinkCost = LinkCost(),  # noqa: B008  # immutable
     role: Role | None = None,
 ) -> LiveProfile:
     """Return the live profile of a replica with this scheduler. The publisher gives the figures that are measured over
@@ -82,7 +83,7 @@ def observe(
         tiers,
         _adapters(scheduler),
         step_seconds,
-        bytes_per_second,
+        link,
         role,
         scheduler.weights,
         is_paused=scheduler.is_paused,

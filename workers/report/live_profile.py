@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from msgspec import Struct
 
+from crossdock.workers.report.link import LinkCost
 from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.cost.cost import NO_ADAPTERS, AdapterWork
 from crossdock.workers.schedule.request.page_hashes import PageHash
@@ -148,7 +149,7 @@ class LiveProfile(Struct, frozen=True):
     tiers: TierLoads = TierLoads()
     adapters: LoadedAdapters = LoadedAdapters()
     step_seconds: float = 0.0  # from the step before to the last step's end; 0: no request is running
-    bytes_per_second: float = 0.0  # recent rate of page transfers to other replicas; 0: none
+    link: LinkCost = LinkCost()  # of recent page transfers to other replicas
     role: Role | None = None  # the replica's role now; None: the role in its static profile
     weights: WeightVersion = WeightVersion()
     is_paused: bool = False  # it computes nothing until its operator lets it go on

@@ -5,13 +5,13 @@ from dataclasses import dataclass, field
 from math import exp, inf
 
 from crossdock.workers.report.advertise import observe
+from crossdock.workers.report.link import LinkFit
 from crossdock.workers.report.live_profile import MEMORY_S, LiveProfile, PageChanges, RecentShares
 from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.prefixes.tier_pages import PageTier
 from crossdock.workers.schedule.scheduler import Scheduler
 
 _STEADY_S = 1.0  # between two live profiles while streams only go on
-NEWEST_RATE = 0.2  # weight of the newest transfer in the mean rate, which so spans about five transfers
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class Publisher:
     _activity: tuple[int, ...] = ()  # at the last live profile, see `_current_activity`
     _shares: TimeShares = field(init=False)
     _step_seconds: float = 0.0
-    _bytes_per_second: float = 0.0
+    _link: LinkFit = field(default_factory=LinkFit)
 
     def __post_init__(self) -> None:
         self._shares = TimeShares(self.scheduler)
@@ -100,7 +100,7 @@ class Publisher:
             self.sequence,
             RecentShares(tuple(self._shares.prompts), self._shares.streams),
             self._step_seconds if self.scheduler.table.has_work else 0.0,
-            self._bytes_per_second,
+            self._link.cost,
             self.role,
         )
 
@@ -115,8 +115,7 @@ class Publisher:
 
     def transferred(self, num_bytes: int, seconds: float) -> None:
         """Note a transfer of pages to another replica."""
-        rate = num_bytes / max(seconds, 1e-6)
-        self._bytes_per_second += (rate - self._bytes_per_second) * (NEWEST_RATE if self._bytes_per_second else 1.0)
+        self._link.observe(num_bytes, seconds)
 
     def page_changes(self) -> Sequence[PageChanges]:
         """Return the changes of the prefix index and of the tiers since the last call, if any."""

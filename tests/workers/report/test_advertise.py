@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from crossdock.router.work import Work
 from crossdock.workers.report.advertise import Message, observe
 from crossdock.workers.report.frames import frame
+from crossdock.workers.report.link import LinkCost
 from crossdock.workers.report.live_profile import LENGTHS, Prompts
 from crossdock.workers.report.publisher import Publisher
 from crossdock.workers.schedule.output_lengths import OutputLengths
@@ -333,11 +334,12 @@ def test_page_changes_are_numbered_and_a_late_reader_gets_all() -> None:
     assert (second.number, second.added, sorted(second.evicted)) == (2, [], sorted(first.added))
 
 
-def test_bandwidth_is_the_mean_of_recent_transfers() -> None:
+def test_link_is_advertised_as_recent_transfers_show_it() -> None:
     publisher = Publisher(new_replica().scheduler, "me")
-    assert publisher.live(0.0).bytes_per_second == 0.0  # unknown: the router uses the advertised rate
+    assert publisher.live(0.0).link == LinkCost()  # unknown: the router uses the advertised rate
     publisher.transferred(10_000_000, 0.1)
-    assert publisher.live(0.0).bytes_per_second == 1e8
+    assert publisher.live(0.0).link.seconds(10_000_000) == pytest.approx(0.1)
     for _ in range(50):
         publisher.transferred(10_000_000, 0.01)
-    assert 9e8 < publisher.live(0.0).bytes_per_second <= 1e9
+        publisher.transferred(100_000_000, 0.055)
+    assert publisher.live(0.0).link == pytest.approx((0.005, 2e9), rel=0.05)
