@@ -22,7 +22,7 @@ from crossdock.workers.model.weights.scheme import scheme_of
 from crossdock.workers.model.weights.weights import part_bytes, part_on_meta, read_config
 from crossdock.workers.replica.config import Device, ReplicaSpec
 from crossdock.workers.replica.ranks.device import device_of
-from crossdock.workers.replica.ranks.expert_seconds import MeasuredExperts, layer_seconds
+from crossdock.workers.replica.ranks.expert_seconds import MEASURED_BYTES, MeasuredExperts, layer_seconds
 from crossdock.workers.replica.step_sizes import sized_for
 from crossdock.workers.report.expert_division import ExpertSizes, StepSeconds, division_seconds, is_whole_faster
 from crossdock.workers.report.model_figures import CHOSEN_EXPERTS
@@ -196,10 +196,15 @@ def measured_seconds(
     spec: ReplicaSpec, divisions: Sequence[Division], sizes: ExpertSizes, dtype: torch.dtype, rows: Sequence[int]
 ) -> list[list[float]]:
     """Return the seconds of experts in each division, in steps of so many rows, as CPUs take them. Collective."""
-    firsts = [next(iter(each.experts.values()), None) for each in divisions]  # other layers count as these
-    ways = [MeasuredExperts(each, dtype, spec.model.cpu_kernels) for each in firsts]
+    ways = [MeasuredExperts(_measured_layers(each), dtype, spec.model.cpu_kernels) for each in divisions]
     steps = [layer_seconds(ways, sizes, spec.tensor_parallel_size, each) for each in rows]
     return [[sizes.layers * seconds for seconds in way] for way in zip(*steps, strict=True)]
+
+
+def _measured_layers(division: Division) -> list[Any]:
+    """Return a rank's first layers with experts, which are enough to tell the seconds of all."""
+    layers = list(division.experts.values())
+    return layers[: -(-MEASURED_BYTES // max(_bytes_of(layers[0], "cpu"), 1))] if layers else []
 
 
 def _described(seconds: StepSeconds, num_streams: int, num_tokens: int) -> str:

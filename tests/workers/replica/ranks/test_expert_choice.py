@@ -112,23 +112,38 @@ class _Experts(torch.nn.Module):
         self.clock[0] += self.each_s * chosen.numel()
 
 
-def _measured_by_clock(rank: int, ways: list[list[float | None]]) -> list[list[float]]:
+def _measured_by_clock(rank: int, ways: list[list[list[float]]], steps: tuple[int, ...]) -> list[list[float]]:
     clock = [0.0]
     divisions = [
-        Division({} if seconds is None else {"experts": _Experts(clock, seconds)}, ())
-        for seconds in (each_s[rank] for each_s in ways)
+        Division({f"{number}": _Experts(clock, each_s) for number, each_s in enumerate(layers[rank])}, ())
+        for layers in ways
     ]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("time.process_time", lambda: clock[0])
         sizes = ExpertSizes(layers=5, count=8, chosen=3, inner=4, numbers=1, num_bytes=1, row_bytes=24)
-        return measured_seconds(spec_of(Path("nowhere"), 2, 1), divisions, sizes, torch.float32, (1, 7))
+        return measured_seconds(spec_of(Path("nowhere"), 2, 1), divisions, sizes, torch.float32, steps)
 
 
 def test_seconds_are_those_of_the_slowest_rank_in_all_layers(ranks: Ranks) -> None:
     """A slow layer is measured once, a fast one more often. The second rank's stage has no experts the second way."""
-    ways = [[0.001, 0.002], [0.2, None]]
+    ways = [[[0.001], [0.002]], [[0.2], []]]
     expected = [[pytest.approx(5 * 3 * rows * seconds) for rows in (1, 7)] for seconds in (0.002, 0.2)]
-    assert ranks.run(2, _measured_by_clock, ways) == [expected, expected]
+    assert ranks.run(2, _measured_by_clock, ways, (1, 7)) == [expected, expected]
+
+
+def test_runs_take_layers_in_turn(ranks: Ranks) -> None:
+    """Each run counts as its slowest rank: the second one's for its second layer, the first one's for the others."""
+    ways = [[[0.001, 0.001], [0.0005, 0.002]], [[0.003, 0.001], [0.001, 0.001]]]
+    expected = [[pytest.approx(5 * 3 * seconds)] for seconds in (0.0015, 0.002)]
+    assert ranks.run(2, _measured_by_clock, ways, (1,)) == [expected, expected]
+
+
+def test_layers_are_measured_until_they_have_256_mib_and_at_least_one() -> None:
+    with torch.device("meta"):
+        of_64_mib, of_512_mib = (torch.nn.Linear(4096, width, bias=False) for width in (4096, 8 * 4096))
+    for layer, number in ((of_64_mib, 4), (of_512_mib, 1)):
+        assert len(expert_choice._measured_layers(Division(dict.fromkeys("abcdef", layer), ()))) == number
+    assert not expert_choice._measured_layers(Division({}, ()))
 
 
 def _measured(rank: int, spec: ReplicaSpec) -> list[list[float]]:
