@@ -1,4 +1,4 @@
-"""What a transfer of pages to another replica takes on a replica's link, learnt from those that ended."""
+"""Learn what a transfer of pages to another replica takes on a replica's link, from those that ended."""
 
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -38,7 +38,7 @@ class LinkFit:
     alone explain the seconds.
     """
 
-    cost: LinkCost = LinkCost()
+    cost: LinkCost = field(default_factory=LinkCost)
     _matrix: _Floats = field(default_factory=lambda: np.zeros((2, 2)))
     _vector: _Floats = field(default_factory=lambda: np.zeros(2))
 

@@ -1,4 +1,4 @@
-"""What a replica learns from its transfers: seconds of each, and seconds of their bytes."""
+"""A replica learns from its transfers: seconds of each, and seconds of their bytes."""
 
 import random
 from statistics import median

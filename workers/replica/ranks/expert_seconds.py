@@ -15,8 +15,8 @@ from crossdock.workers.model.weights.packed_layers import packed_tensors
 from crossdock.workers.report.expert_division import Chosen, ExpertSizes, routings_by_fullest, typical_routings
 
 MEASURED_BYTES = 256 << 20
-"""Weights of a rank that are measured, at least one layer. In a step the weights of other layers have been in the caches
-since, so runs take the layers in turn: nothing that one reads is in a cache still from its run before."""
+"""Weights of a rank that are measured, at least one layer. In a step the weights of other layers have been in the
+caches since. So runs take the layers in turn: nothing that one reads is in a cache still from its run before."""
 
 _MEASURED_S = 0.5  # of steps of one size in one division, and at least one routing
 _MOST_RUNS = 32  # of one size, each with another routing: those of one stream read a few experts each
