@@ -133,8 +133,8 @@ def test_seconds_are_those_of_the_slowest_rank_in_all_layers(ranks: Ranks) -> No
 
 def test_runs_take_layers_in_turn(ranks: Ranks) -> None:
     """Each run counts as its slowest rank: the second one's for its second layer, the first one's for the others."""
-    ways = [[[0.001, 0.001], [0.0005, 0.002]], [[0.003, 0.001], [0.001, 0.001]]]
-    expected = [[pytest.approx(5 * 3 * seconds)] for seconds in (0.0015, 0.002)]
+    ways = [[[0.0001, 0.0001], [0.00005, 0.0002]], [[0.0003, 0.0001], [0.0001, 0.0001]]]
+    expected = [[pytest.approx(5 * 3 * seconds)] for seconds in (0.00015, 0.0002)]
     assert ranks.run(2, _measured_by_clock, ways, (1,)) == [expected, expected]
 
 
