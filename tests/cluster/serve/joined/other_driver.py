@@ -43,7 +43,9 @@ def main(port: int) -> None:
     functions = {function.__name__: function for function in (deploy, delete, applications, message)}
     for line in sys.stdin:
         name, *arguments = json.loads(line)
-        print(f"\nanswer: {json.dumps(functions[name](*arguments))}", flush=True)  # noqa: T201
+        answer = json.dumps(functions[name](*arguments))
+        sys.stdout.write(f"\nanswer: {answer}\n")  # one piece: `print` writes its end apart, after a line of Ray's
+        sys.stdout.flush()
 
 
 if __name__ == "__main__":
