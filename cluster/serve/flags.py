@@ -179,7 +179,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
         Flag(
             "model.hf_overrides",
             metavar="JSON",
-            help='Values in place of those of config.json: \'{"rope_scaling": {"rope_type": "yarn", …}}\'.',
+            help='Values in place of those of config.json: \'{"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}\'.',
         ),
         Flag("model.generation_config", metavar="auto|vllm|DIR"),
         Flag(

@@ -9,6 +9,10 @@ from crossdock.workers.model.architecture import text_config
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+BASE = "rope_theta"  # in the rotation in newer files, beside it in older ones
+STAYS = (BASE, "partial_rotary_factor", "mrope_section", "mrope_interleaved")
+"""What a rotation keeps of the one that it takes the place of, where it does not name it."""
+
 _DEFAULT = 2048  # of models without positions
 _WITH = "give --hf-overrides"
 
@@ -72,7 +76,11 @@ def _hint(config: "PretrainedConfig", max_model_len: int) -> str:
     positions = decoder.max_position_embeddings
     if kind in ("linear", "yarn", "dynamic"):
         original = scaling.get("original_max_position_embeddings", positions) if kind == "yarn" else positions
-        scaling = {**scaling, "factor": float(math.ceil(max_model_len / original))}
+        longer = {"rope_type": kind, "factor": float(math.ceil(max_model_len / original))}
+        if kind == "yarn":
+            longer["original_max_position_embeddings"] = original
+        rest = {name: value for name, value in scaling.items() if name not in (*STAYS, *longer, "type")}
+        scaling = longer | rest
         return f"for more, {_WITH} '{json.dumps({'rope_scaling': scaling})}'"
     if kind in ("llama3", "longrope"):
         return f"for more, {_WITH} '{{\"max_position_embeddings\": {max_model_len}}}', beside its {kind} scaling"

@@ -198,6 +198,15 @@ def slot_bytes(experts: Any) -> int:
     return sum(map(len, slot_tensors(experts, 0)))
 
 
+def slot_form(experts: Any) -> str:
+    """Return how the weights of a slot are kept: the kernels whose layouts they have, and their bytes.
+
+    From how many rows on each kernel runs is left out: each rank measures that, and it changes no layout.
+    """
+    kernels = dict.fromkeys(name for child in experts.children() for name in getattr(child, "layouts", ()))
+    return f"{' and '.join(kernels) or 'plain weights'} in {slot_bytes(experts)} bytes"
+
+
 def slot_tensors(experts: Any, slot: int) -> list[Tensor]:
     """Return the memory of the weights in one slot of a module of experts, as bytes."""
     plain = [parameter.data[slot] for parameter in experts.parameters(recurse=False)]

@@ -61,6 +61,12 @@ class CodedExperts(nn.Module):
     products: Sequence[Product]
 
     @property
+    def layouts(self) -> Sequence[str]:
+        """The kernels in whose layouts each weight is kept."""
+        first = self.products[0]
+        return tuple(first.formats) if isinstance(first, ChosenLinear) else ("humming",)
+
+    @property
     def kernel_tensors(self) -> Sequence[Tensor]:
         """The tensors of all weights."""
         return [each for product in self.products for each in product.tensors]

@@ -6,12 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from crossdock.workers.model.context_length import BASE, STAYS
 from crossdock.workers.model.weights.scheme import DECODERS, KEYS
 from crossdock.workers.model.weights.untrusted import read_config_file
 
 _ROTATION = ("rope_parameters", "rope_scaling")  # newer and older name of one field
-_BASE = "rope_theta"  # in that field in newer files, beside it in older ones
-_STAYS = (_BASE, "partial_rotary_factor", "mrope_section", "mrope_interleaved")
 _REFUSED = {
     "model_type": "it names the code that computes the model",
     **dict.fromkeys(KEYS, "it says how the files of weights are stored"),
@@ -73,8 +72,8 @@ def state_of(source: Path, overrides: Mapping[str, Any]) -> str:
 
 def _homes(values: Mapping[str, Any], name: str) -> list[str | None]:
     """Return the parts of config.json with a field: None for the top, and names of decoders' parts."""
-    rotates = name in (*_ROTATION, _BASE)
-    names = (*_ROTATION, _BASE) if rotates else (name,)
+    rotates = name in (*_ROTATION, BASE)
+    names = (*_ROTATION, BASE) if rotates else (name,)
     decoders = [each for each in DECODERS if isinstance(values.get(each), dict)]
     homes = [home for home in (None, *decoders) if not set(names).isdisjoint(values if home is None else values[home])]
     return homes or [decoders[0] if rotates and decoders else None]
@@ -84,8 +83,8 @@ def _replaced(part: Mapping[str, Any], name: str, value: Any) -> dict[str, Any]:
     """Return a part of config.json with another value of a field."""
     there = next((each for each in _ROTATION if isinstance(part.get(each), dict)), None)
     before = part[there] if there else {}
-    if name == _BASE and there is not None and (_BASE in before or _kinds(before)):
-        return {**part, there: _turned(before, {**before, _BASE: value})}
+    if name == BASE and there is not None and (BASE in before or _kinds(before)):
+        return {**part, there: _turned(before, {**before, BASE: value})}
     if name not in _ROTATION:
         return {**part, name: value}
     after = {"rope_type": "default"} if value is None else value
@@ -99,7 +98,7 @@ def _turned(before: Mapping[str, Any], after: Any) -> Any:
         return after  # transformers names the mistake
     kinds = _kinds(before)
     if not kinds:
-        return {**{name: before[name] for name in _STAYS if name in before}, **after}
+        return {**{name: before[name] for name in STAYS if name in before}, **after}
     if not set(after) <= set(kinds):
         raise ValueError(
             f"hf_overrides: layers of the kinds {', '.join(kinds)} rotate in their own ways; give rope_parameters with "

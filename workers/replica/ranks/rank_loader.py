@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.expert_balance import BalanceTimes, ExpertBalance
-from crossdock.workers.model.cut.expert_slots import ExpertSlots, slot_bytes
+from crossdock.workers.model.cut.expert_slots import slot_bytes, slot_form
 from crossdock.workers.model.cut.position import RankPosition
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.memory.kv_memory import PageBudget, count_pages_that_fit
@@ -113,7 +113,7 @@ def load_rank(spec: ReplicaSpec, rank: int, store: Any, host: str, report: Calla
     phases.done("logits checked")
     if spec.eplb is not None:
         model = replace(model, balance=_balance(model, links, spec.eplb))
-        copies = sum(_slot_bytes(model, each) * each.num_empty for each in model.part.slots)
+        copies = sum(slot_bytes(model.module.get_submodule(each.name)) * each.num_empty for each in model.part.slots)
         phases.done(f"experts of {len(model.part.slots)} layers may move, and {size_of(copies)} are for copies: ready")
     model = choose_groups_of_ranks(model, spec.engine, store, position.size)
     model = agree_on_states(model, spec.engine, store, position.size)
@@ -131,8 +131,8 @@ def _balance(model: LoadedModel, links: Collectives, config: EplbConfig) -> Expe
     """
     slots = model.part.slots
     position = model.part.position
-    sizes = [_slot_bytes(model, each) for each in slots]
-    texts = links.gather_texts(f"{model.kernels or 'plain weights'} in {sizes} bytes")
+    experts = [model.module.get_submodule(each.name) for each in slots]
+    texts = links.gather_texts(", ".join(dict.fromkeys(map(slot_form, experts))))
     unlike = {*texts[position.stage * position.tensor_size :][: position.tensor_size]}
     if slots and len(unlike) > 1:
         raise ValueError(
@@ -143,13 +143,7 @@ def _balance(model: LoadedModel, links: Collectives, config: EplbConfig) -> Expe
         return None
     log_interval = config.log_balancedness_interval if config.log_balancedness else 0
     times = BalanceTimes(config.window_size, config.step_interval, log_interval)
-    experts = [model.module.get_submodule(each.name) for each in slots]
     return ExpertBalance(experts, slots, links, times)
-
-
-def _slot_bytes(model: LoadedModel, slots: ExpertSlots) -> int:
-    """Return the bytes of an expert of a layer as this rank holds it."""
-    return slot_bytes(model.module.get_submodule(slots.name))
 
 
 class _Phases:

@@ -6,15 +6,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoConfig
 
+from crossdock.kernels.cpu.choice import KernelChoice, only
+from crossdock.kernels.cpu.linear import ChosenLinear
 from crossdock.workers.model.cut import expert_balance, expert_slots
 from crossdock.workers.model.cut.collectives import Collectives
 from crossdock.workers.model.cut.expert_balance import BalanceTimes, ExpertBalance
 from crossdock.workers.model.cut.expert_plan import first_placement, holders
-from crossdock.workers.model.cut.expert_slots import ExpertSlots, slot_tensors
+from crossdock.workers.model.cut.expert_slots import ExpertSlots, slot_form, slot_tensors
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
+from crossdock.workers.model.layers.coded_products import CodedExperts
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights.weights import check_division, model_on_meta, part_bytes
@@ -192,3 +195,19 @@ def test_copies_are_in_the_bytes_of_a_rank(tmp_path: Path, name: str) -> None:
 def _first_slot(config: Any) -> list[Tensor]:
     module = model_on_meta(config, RankPosition(0, 2, 1, True, 0), torch.float32)
     return slot_tensors(module.model.layers[0].mlp.experts, 0)
+
+
+def test_slots_have_one_form_from_whatever_number_of_rows_a_kernel_runs() -> None:
+    """Each rank measures its kernels: two may change to another one at unlike numbers of rows."""
+
+    def form(choice: KernelChoice) -> str:
+        experts, coded = nn.Module(), CodedExperts()
+        coded.products = [ChosenLinear(torch.ones(64, 32, dtype=torch.bfloat16), choice)]
+        experts.add_module("down", coded)
+        return slot_form(experts)
+
+    late = form(KernelChoice("native", "torch", 256))
+    assert late == form(KernelChoice("native", "torch", 64))
+    assert late.startswith("native and torch in ")
+    assert late != form(only("native"))
+    assert late != form(only("torch"))
