@@ -117,7 +117,7 @@ class Fetch(NamedTuple):
 
 
 class Options(NamedTuple):
-    """One request, the replicas that may get it, and what is predicted for it at each of them."""
+    """A request, the replicas that may take it, and the prediction of the request at each replica."""
 
     query: Query
     slo: SloClass

@@ -26,6 +26,7 @@ from crossdock.cluster.serve.preparation import prepare, require_devices
 from crossdock.cluster.serve.ray_environment import is_local
 from crossdock.cluster.serve.stop_signals import ending_at_once
 from crossdock.cluster.serve.summary import summary
+from crossdock.workers.model.architecture import is_classifier
 from crossdock.workers.model.memory.host_memory import free_on_host, used_by_family
 from crossdock.workers.model.text_files import TextAnswer, text_answer
 from crossdock.workers.model.weights.untrusted import read_config_file
@@ -172,8 +173,7 @@ def example(config: ModelConfig) -> tuple[str, str]:
     folder = resolve_model(config.path, config.hf_overrides, needs_weights=False)
     if (answer := text_answer(folder)) is not None:
         return _EXAMPLES[answer]
-    names = read_config_file(folder).get("architectures")
-    if isinstance(names, list) and names and str(names[0]).endswith("ForSequenceClassification"):
+    if is_classifier(read_config_file(folder).get("architectures")):
         return "/classify", _TEXTS
     return _CHAT if has_chat_template(folder, config) else _PROMPT
 

@@ -1,11 +1,12 @@
 """Read from the configuration of a transformers model what its parts are. No torch."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+LABELS = "ForSequenceClassification"  # the end of the classes of transformers that give a number for each label
 ATTENTION_NAME = "crossdock"  # under which transformers knows our attention
 
 RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
@@ -29,6 +30,11 @@ _WHY_NOT = {
     "heavily_compressed_attention": _BLOCKS,
 }
 """Why layers of transformers' other types are refused. docs/models.md names the first step towards each."""
+
+
+def is_classifier(architectures: Any) -> bool:
+    """Report whether a model classifies texts, by the `architectures` of its config.json: a list, None or a mistake."""
+    return isinstance(architectures, list) and bool(architectures) and str(architectures[0]).endswith(LABELS)
 
 
 def require_served_layers(model_type: str, kinds: Iterable[str]) -> None:

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 BASE = "rope_theta"  # in the rotation in newer files, beside it in older ones
 STAYS = (BASE, "partial_rotary_factor", "mrope_section", "mrope_interleaved")
-"""What a rotation keeps of the one that it takes the place of, where it does not name it."""
+"""Fields of a rotation that a new rotation keeps from the old one, unless it gives them itself."""
 
 _DEFAULT = 2048  # of models without positions
 _WITH = "give --hf-overrides"

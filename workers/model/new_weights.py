@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from crossdock.kernels.cpu.huge_pages import give_back
 from crossdock.kernels.gpu.storage_memory import StorageMemory, keeps_addresses
+from crossdock.workers.model.architecture import is_classifier
 from crossdock.workers.model.checksums import checksum, checksums_in
 from crossdock.workers.model.layers.coded_products import CodedExperts, CodedLinear
 from crossdock.workers.model.layers.fusion import drop_fused, fused_tensors, fused_weights
@@ -32,7 +33,6 @@ from crossdock.workers.model.weights.formats import PlainWeights
 from crossdock.workers.model.weights.heap import trim_heap
 from crossdock.workers.model.weights.packed_layers import PackedExperts, PackedLinear
 from crossdock.workers.model.weights.scheme import E4M3_AT_LOAD, PLAIN, quantisation, scheme_at, scheme_of
-from crossdock.workers.model.weights.tensor_check import is_classifier
 from crossdock.workers.schedule.request.weight_version import unlike
 
 Arrays: TypeAlias = Mapping[str, tuple[str, tuple[int, ...], Any, str]]
@@ -112,7 +112,7 @@ class NewWeights:
             return "the served checkpoint is quantised, and trainers have no weights of that form"
         if self._model.scales:
             return "kv_cache_dtype fp8: the scales of pages were measured with the weights of the start"
-        if is_classifier(self._model.config):
+        if is_classifier(self._model.config.architectures):
             return "the model classifies, and ingresses have read its head at the start"
         if self._model.encoder is not None:
             return "the model encodes pictures, and embeddings of the weights of the start would be used again"

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from crossdock.workers.model.architecture import LABELS
 from crossdock.workers.model.weights.untrusted import read_config_file, read_json_if_any
 
 TextAnswer: TypeAlias = Literal["vectors", "labels"]
@@ -18,7 +19,6 @@ _BEFORE_FIRST = {
     **dict.fromkeys(("roberta", "xlm-roberta", "mpnet"), True),
 }
 """The model types that are served, and whether positions begin behind the padding token's id."""
-_LABELS = "ForSequenceClassification"
 _VECTORS = ("Model", "ForMaskedLM", "ForPreTraining")  # the head of the last two is not read
 
 
@@ -42,13 +42,13 @@ def answer_of(fields: Mapping[str, Any], folder: Path) -> TextAnswer | None:
     name = str(names[0]) if isinstance(names, list) else ""
     if name.endswith(("ForCausalLM", "LMHeadModel")):
         return None
-    if name.endswith(_LABELS) and kind != _BIDIRECTIONAL:
+    if name.endswith(LABELS) and kind != _BIDIRECTIONAL:
         return "labels"
     if name.endswith(_VECTORS):
         return "vectors"
     raise ValueError(
         f"model: {folder / 'config.json'} has architectures {name!r}; of text encoders are served …Model, …ForMaskedLM "
-        f"and …{_LABELS}"
+        f"and …{LABELS}"
     )
 
 

@@ -56,7 +56,8 @@ class LinkFit:
 
     def _solved(self) -> LinkCost:
         inverse_mean = self._matrix[0, 0] / self._matrix[0, 1]  # of the scaled bytes of a transfer
-        # The first column is a transfer with as many seconds for its own as for the mean bytes, the second bytes alone.
+        # Solve for two other unknowns. The first counts a transfer whose own seconds are those of the mean bytes.
+        # The second counts bytes alone. Neither is negative, so a transfer's own seconds keep the bound of the class.
         change = np.array([[1.0, 0.0], [inverse_mean, 1.0]])
         matrix = change.T @ self._matrix @ change
         matrix[0, 0] *= 1 + _ONE_SIZE

@@ -25,6 +25,7 @@ from transformers.core_model_loading import (
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.utils import logging
 
+from crossdock.workers.model.architecture import is_classifier
 from crossdock.workers.model.loaders.file_slice import DTYPES, FLOATS
 from crossdock.workers.model.weights.packed_layers import forms_at_load
 from crossdock.workers.model.weights.scheme import PLAIN, PackedForm, Scheme
@@ -193,16 +194,10 @@ def _load_without_bytes(model: Any, named: NamedTensors, dtype: torch.dtype) -> 
     return report
 
 
-def is_classifier(config: PretrainedConfig) -> bool:
-    """Report whether a model classifies texts: the ingress applies its head to the last hidden state."""
-    names = config.architectures
-    return isinstance(names, list) and bool(names) and str(names[0]).endswith("ForSequenceClassification")
-
-
 def _is_harmless(name: str, config: PretrainedConfig) -> bool:
     """Report whether a tensor without a place does not change tokens: of layers that guess further tokens, masks, or a
     head that is applied elsewhere."""
-    if name == "score.weight" and is_classifier(config):
+    if name == "score.weight" and is_classifier(config.architectures):
         return True
     if re.search(r"(^|\.)mtp\.|\.attn\.masked_bias$|^h\.\d+\.attn\.bias$|^transformer\.h\.\d+\.attn\.bias$", name):
         return True

@@ -25,7 +25,7 @@ from transformers.core_model_loading import (
 )
 
 from crossdock.kernels.options import LoadFormat
-from crossdock.workers.model.architecture import ATTENTION_NAME, attention_names
+from crossdock.workers.model.architecture import ATTENTION_NAME, attention_names, is_classifier
 from crossdock.workers.model.cut.cut_model import cut_model
 from crossdock.workers.model.cut.part import ModelPart, TensorSlice
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
@@ -59,7 +59,6 @@ from crossdock.workers.model.weights.tensor_check import (
     NamedTensors,
     check_tensors,
     expert_of,
-    is_classifier,
 )
 from crossdock.workers.model.weights.untrusted import naming, read_config_file
 from crossdock.workers.model.weights.weight_probe import check_products
@@ -85,7 +84,7 @@ def read_config(path: Path) -> PretrainedConfig:
     with naming(path / "config.json", kept=(OSError,)):
         config: PretrainedConfig = AutoConfig.from_pretrained(path, trust_remote_code=False)
         check_fields(path / "config.json", found, config)
-    if is_classifier(config):
+    if is_classifier(config.architectures):
         config.update({"tie_word_embeddings": True})  # a classifier has no output projection, and generates no text
     if quantisation(config.to_dict()) is None and (found := quantisation_at(path)) is not None:
         config.update({KEYS[0]: found})

@@ -132,7 +132,7 @@ def test_seconds_are_those_of_the_slowest_rank_in_all_layers(ranks: Ranks) -> No
 
 
 def test_runs_take_layers_in_turn(ranks: Ranks) -> None:
-    """Each run counts as its slowest rank: the second one's for its second layer, the first one's for the others."""
+    """The slowest rank decides each run: the second rank for its second layer, the first rank for all others."""
     ways = [[[0.0001, 0.0001], [0.00005, 0.0002]], [[0.0003, 0.0001], [0.0001, 0.0001]]]
     expected = [[pytest.approx(5 * 3 * seconds)] for seconds in (0.00015, 0.0002)]
     assert ranks.run(2, _measured_by_clock, ways, (1,)) == [expected, expected]
