@@ -2,6 +2,7 @@
 
 import asyncio
 import importlib.util
+import threading
 import uuid
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -26,6 +27,7 @@ from crossdock.workers.schedule.request.request import FinishReason, TokenDelta
 from crossdock.workers.schedule.request.submission import Leg, SamplingParams, Submission
 from tests.waiting import PATIENCE_S, until
 from tests.workers.architectures import build
+from tests.workers.replica.driven import hold, posted
 
 _HAS_NIXL = importlib.util.find_spec("nixl") is not None
 NEEDS_NIXL = pytest.mark.skipif(not _HAS_NIXL, reason="needs NIXL: pip install nixl")
@@ -115,7 +117,11 @@ class Side:
 
     async def computed(self, name: str) -> int:
         """Return how many tokens of a request are computed here, or have arrived here; 0 where it is not here."""
-        request = await self.on_engine(lambda: self.engine.scheduler.table.get(name))
+        return await self.on_engine(lambda: self.num_computed(name))
+
+    def num_computed(self, name: str) -> int:
+        """As `computed`, in the engine's thread or while it is held."""
+        request = self.engine.scheduler.table.get(name)
         return request.num_computed_tokens if request is not None else 0
 
     async def is_clean(self) -> bool:
@@ -171,6 +177,20 @@ async def start(prefill: Side, decode: Side, work: Submission) -> None:
     """Submit both legs of a request."""
     await decode.thread.submit("test", replace(work, leg=Leg.RECEIVE, peer=prefill.blob))
     await prefill.thread.submit("test", replace(work, leg=Leg.SEND, peer=decode.blob))
+
+
+async def start_and_hold(prefill: Side, decode: Side, work: Submission) -> threading.Event:
+    """Submit both legs, and keep the prefill engine's thread after its first chunk until the returned event is set.
+
+    So the transfer is under way, however late the test's event loop is.
+    """
+    gate = await hold(prefill.thread)
+    starting = asyncio.create_task(start(prefill, decode, work))
+    await posted(prefill.thread, 1)
+    while not prefill.num_computed(work.id):
+        gate = await hold(prefill.thread, gate)
+    await starting
+    return gate
 
 
 async def ship(prefill: Side, decode: Side, work: Submission) -> list[int]:

@@ -14,7 +14,7 @@ from crossdock.kvtransfer.transport import TransportEvent
 from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.schedule.request.request import FinishReason, Status
 from crossdock.workers.schedule.request.submission import Leg
-from tests.workers.replica.driven import hold
+from tests.workers.replica.driven import posted
 from tests.workers.replica.sides import (
     NEEDS_NIXL,
     NIXL_IN_SOAK,
@@ -25,6 +25,7 @@ from tests.workers.replica.sides import (
     prompts,
     ship,
     start,
+    start_and_hold,
     submission,
 )
 
@@ -151,11 +152,13 @@ async def test_abort_of_both_legs_frees_both_sides(transport: str, when: str) ->
     async with pair(transport, max_num_batched_tokens=24) as (prefill, decode):
         for number in range(5):
             work = replace(submission(LONG, 200), id=f"{number}")
-            await start(prefill, decode, work)
             if when == "after a chunk":
-                while not await prefill.computed(work.id):
-                    await asyncio.sleep(0)
-            elif when == "after the first token":
+                gate = await start_and_hold(prefill, decode, work)
+                await prefill.thread.abort([(work.id, work.epoch)])
+                gate.set()
+            else:
+                await start(prefill, decode, work)
+            if when == "after the first token":
                 await prefill.next(work.id)
             await prefill.thread.abort([(work.id, work.epoch)])
             await decode.thread.abort([(work.id, work.epoch)])
@@ -170,10 +173,7 @@ async def test_decode_side_whose_partner_stops_finishes_alone(transport: str) ->
         expected = await decode.generate(submission(LONG))
         await decode.on_engine(decode.engine.pages.block_pool.clear_cache)
         work = submission(LONG)
-        await start(prefill, decode, work)
-        gate = await hold(prefill.thread)
-        while not prefill.engine.scheduler.table.requests()[0].num_computed_tokens:
-            gate = await hold(prefill.thread, gate)
+        gate = await start_and_hold(prefill, decode, work)
         while not (committed := await decode.computed(work.id)):
             await asyncio.sleep(0)
         await prefill.thread.abort([(work.id, work.epoch)])
@@ -209,11 +209,11 @@ async def test_late_events_of_a_lost_placement_do_not_end_the_next() -> None:
         work = submission(LONG)
         expected = await second.generate(local(work))
         await second.on_engine(second.engine.pages.block_pool.clear_cache)
-        await start(prefill, lost, work)
-        while not await prefill.computed(work.id):
-            await asyncio.sleep(0)
+        gate = await start_and_hold(prefill, lost, work)
         aborting = asyncio.create_task(prefill.thread.abort([(work.id, work.epoch)]))
         shipping = asyncio.create_task(ship(prefill, second, replace(work, epoch=1)))
+        await posted(prefill.thread, 2)
+        gate.set()
         await aborting
         assert await shipping == expected
         ((_, _, _, outcome),) = [end for end in second.ended if end[0] == work.id]

@@ -7,7 +7,7 @@ import pytest
 
 from tests.workers.architectures import build
 from tests.workers.ranks import Ranks, saved
-from tests.workers.replica.sides import Side, closing, local, prompts, ship, start, submission
+from tests.workers.replica.sides import Side, closing, local, prompts, ship, start_and_hold, submission
 from tests.workers.worker_groups import engine_of_ranks
 
 
@@ -42,14 +42,14 @@ async def test_transfer_to_ranks_that_ends_early_frees_all(ranks: Ranks, tmp_pat
             expected = await prefill.generate(submission(prompt))
             await prefill.on_engine(prefill.engine.pages.block_pool.clear_cache)
             work = submission(prompt)
-            await start(prefill, decode, work)
+            gate = await start_and_hold(prefill, decode, work)
             while not (committed := await decode.computed(work.id)):
                 await asyncio.sleep(0)
             if is_cancelled:
                 await decode.thread.abort([(work.id, work.epoch)])
-                await prefill.thread.abort([(work.id, work.epoch)])
-            else:
-                before = decode.num_prompt_tokens
-                await prefill.thread.abort([(work.id, work.epoch)])
+            before = decode.num_prompt_tokens
+            await prefill.thread.abort([(work.id, work.epoch)])
+            gate.set()
+            if not is_cancelled:
                 assert await decode.rest(work.id) == expected
                 assert decode.num_prompt_tokens - before <= len(prompt) - committed
