@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for tables
 
@@ -60,7 +60,15 @@ NUM_LAYERS = 4
 CONTEXTS = range(64, 70)  # of steps of one stream, whose tokens are sent to other experts after each
 SETTLING_STEPS = 120  # after which copies stand where they pay
 
-Found = dict[str, np.ndarray]  # by step: milliseconds of the slowest rank, and of experts
+
+class StepTime(NamedTuple):
+    """CPU milliseconds of the ranks that take most."""
+
+    step: float
+    experts: float  # a part of it
+
+
+Found = dict[str, StepTime]  # by step
 
 
 def write_model(folder: Path, experts: int, chosen: int, inner: int, *, is_even: bool) -> None:
@@ -177,8 +185,8 @@ def measured(folder: Path, way: str, repeats: int) -> Found:
                 runs = 1000 * np.array(step[1])  # [run, ranks and their layers]
                 ranks = runs[:, :2]
                 experts = runs[:, 2:].min(0).reshape(2, NUM_LAYERS).max(0).sum()
-                steps.append((ranks.max(1).min(), ranks.mean(1).min(), experts))
-            found[name] = np.mean(steps, 0)
+                steps.append((ranks.max(1).min(), experts))
+            found[name] = StepTime(*np.mean(steps, 0))
     return found
 
 
@@ -231,9 +239,9 @@ def main() -> None:
     for step in STEPS:
         row = rows[step] = {}
         for way, found in turns.items():
-            row[f"{way}, ms"] = statistics.median(each[step][0] for each in found)
+            row[f"{way}, ms"] = statistics.median(each[step].step for each in found)
         for way, found in turns.items():
-            row[f"experts: {way}"] = actual = statistics.median(each[step][1] for each in found)
+            row[f"experts: {way}"] = actual = statistics.median(each[step].experts for each in found)
             if way in starts[0]:
                 row[f"{way}, start"] = start = statistics.median(each[way][step] for each in starts)
                 errors.append(abs(start / actual - 1))
