@@ -53,13 +53,17 @@ class PageSizes(NamedTuple, Generic[One]):
 
 
 class Joins(NamedTuple, Generic[One]):
-    """Tells when a new prompt joins a step: in seconds from the replica's last report, but `later`."""
+    """Tells which step a new prompt joins, in seconds from the replica's last report, but the last two."""
 
     until: One  # until then a new prompt
     first: One  # joins the step that begins then; after that, until `first`, the step that
-    second: One  # begins then
+    second: One  # begins then; after that, until `second`, the step that
+    third: One  # begins then
+    before_first: One  # seconds of prompts, alone, that are in the steps before these
+    before_second: One
+    before_third: One
     later: One  # seconds from the arrival of a prompt that comes later
-    filled_step: One  # seconds of the step that a new prompt joins, with the prompts that wait; 0: none waits
+    longest: One  # seconds of a step that has as many chunks as it holds
 
 
 class StreamPace(NamedTuple, Generic[One, Each]):
@@ -111,7 +115,7 @@ class PromptShares(NamedTuple, Generic[One, Each]):
 class PromptQueue(NamedTuple, Generic[One, Each]):
     """Sums up the prompts that wait for others. Those as urgent as a new one are in `groups`."""
 
-    first_booked: One  # seconds from the last report until the first prompt was booked that no report includes
+    total: One  # seconds of the prompts of all classes
     urgent_reported: Each  # seconds of waiting prompts of more urgent classes, as last reported
     urgent_booked: Each  # the same, as booked since
     num_groups: Each  # prompt lengths that wait: the first positions of `groups`
@@ -167,15 +171,41 @@ class ReplicaFigures(Generic[Costs, One, Each]):
         """Return the seconds until a step begins that can have a chunk of a new prompt.
 
         `age`: seconds since the last report."""
-        return self._left(age, self.joins.first, self.joins.second)
+        _, first, second, third, *_ = self.joins
+        return self._left(age, self._joined(age, first, second, third))
+
+    def done_by_then(self, age: Any, step_left: Any, priority: int, most: float) -> Any:
+        """Return the seconds of known prompts that are computed when a step begins that can have a chunk of a new one.
+
+        `step_left`: of `age`. A replica works on behind the steps that are known, for `most` seconds."""
+        joins: Any = self.joins
+        cost: Any = self.cost
+        further = cost.smaller(age + step_left - joins.third, most) * self.shares.now[priority]
+        return self._joined(age, joins.before_first, joins.before_second, joins.before_third + further)
+
+    def filled_step(self, ahead: Any, own: Any, behind: Any) -> Any:
+        """Return the seconds of the step in which a prompt of `own` seconds has its token, if other chunks fill it.
+
+        `ahead`, `behind`: seconds of the prompts before it and behind it. While more than a step of prompts goes
+        before it, others come and go behind it. 0: there are none."""
+        longest: Any = self.joins.longest
+        cost: Any = self.cost
+        others = behind + cost.larger(ahead - longest, 0.0)
+        filled = cost.smaller(self.now.gap + own + others - 2 * cost.base, longest)
+        return cost.chosen(others > 0, filled, 0.0)
 
     def turn_left(self, age: Any) -> Any:
         """Return the seconds until the running step ends: a replica takes in messages between two steps."""
-        return self._left(age, self.joins.until, self.joins.first)
+        until, first, second, *_ = self.joins
+        return self._left(age, self._joined(age, until, first, second))
 
-    def _left(self, age: Any, first: Any, second: Any) -> Any:
+    def _joined(self, age: Any, first: Any, second: Any, third: Any) -> Any:
+        """Return the figure of the step that a new prompt joins."""
         chosen: Any = self.cost.chosen
-        at = chosen(age < self.joins.until, first, second)
+        return chosen(age < self.joins.until, first, chosen(age < self.joins.first, second, third))
+
+    def _left(self, age: Any, at: Any) -> Any:
+        chosen: Any = self.cost.chosen
         return chosen(age < at, at - age, self.joins.later)
 
 

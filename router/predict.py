@@ -139,31 +139,33 @@ def predict_prompt(
         prompt_lateness += _encoder_lateness(loads, priority, rest, encoder, num_items)
     drain = drain_seconds(loads.cost, *steps)
     step_left = loads.step_left(age)
-    ahead, delays = _backlog_ahead(loads, priority, age, step_left, own, fair)
-    behind = ahead + own
+    done = loads.done_by_then(age, step_left, priority, MAX_UNSEEN_PROGRESS_S)
+    ahead, delays = _waiting_then(loads, priority, done, step_left, own, fair)
+    with_own = ahead + own
     output = query.expected_output
     room_wait = page_delays = nothing_like(rest)
-    not_before = step_left
     if held is not None:
         needed = num_tokens - held + output
         room_wait = _room_wait(loads, priority, needed, own, age)
         page_delays = _page_delays(loads, priority, needed, own, age)
-        not_before = larger(step_left, room_wait)
     # More urgent prompts that come later go first. And the longer this prompt takes, the likelier it is that as many
     # streams will run meanwhile as did recently.
-    excess = loads.shares.recent_excess * np.exp(age / -MEMORY_S) * (behind / (behind + RECENT_SHARE_BACKLOG_S))
+    excess = loads.shares.recent_excess * np.exp(age / -MEMORY_S) * (with_own / (with_own + RECENT_SHARE_BACKLOG_S))
     share = loads.shares.own[priority] - excess
     lent = Lent(loads.lent.share, loads.lent.seconds * loads.shares.delays_streams[priority])
-    pace = pace_of(share, lent, behind, larger)
+    pace = pace_of(share, lent, with_own, larger)
+    behind = larger(loads.queue.total - done - ahead, 0.0)  # of every class
+    filled_step = loads.filled_step(ahead, own, behind)
     admission_ttft = nothing_like(rest)
     if query.may_refuse and largest(loads.refuses_late):
-        known_pace = pace_of(loads.shares.now[priority], lent, behind, larger)
-        admission_ttft = first_token_seconds(ahead, own, known_pace, drain, 0.0, 0.0, larger) + delays * known_pace
+        known_pace = pace_of(loads.shares.now[priority], lent, with_own, larger)
+        admission_ttft = first_token_seconds(step_left, ahead, own, known_pace, drain, 0.0, 0.0, larger)
+        admission_ttft += delays * known_pace
     return PromptPrediction(
         prefill=own,
         alone=own + drain,
         admission_ttft=admission_ttft,
-        ttft=first_token_seconds(ahead, own, pace, drain, not_before, loads.joins.filled_step, larger),
+        ttft=first_token_seconds(step_left, ahead, own, pace, drain, room_wait, filled_step, larger),
         chunk=chunk,
         prompt_share=1 / pace,
         prompt_lateness=prompt_lateness,
@@ -183,50 +185,41 @@ def _encoder_seconds(loads: Any, items: Sequence[tuple[int, int, int]], cached: 
     return batch_seconds(*costs, num_items, rows @ missing, (rows * rows / parts) @ missing), num_items
 
 
-def _backlog_ahead(
+def _waiting_then(
     loads: Figures[Figure],
     priority: int,
-    age: Figure,
+    done: Figure,
     step_left: Figure,
     own: Figure,
     fair: Callable[[Figure, Figure], Figure] | None,
 ) -> tuple[Figure, Figure]:
-    """Return the seconds of waiting prompts that go before a prompt of `own` seconds, and the seconds by which it
-    delays others.
+    """Return the seconds of prompts that go before a prompt of `own` seconds, once `done` seconds of all of them are
+    computed, and the seconds by which the prompt delays others.
 
-    Since a replica last reported, it has worked off some of what it reported. `step_left`: of `age`."""
-    larger = loads.cost.larger
-    smaller = loads.cost.smaller
-    done = smaller(age, MAX_UNSEEN_PROGRESS_S) * loads.shares.now[priority]
-    urgent = loads.queue.urgent_reported[priority]
-    urgent_booked = loads.queue.urgent_booked[priority]
-    ahead = larger(urgent - done, 0.0)
-    most = None if fair is None else ahead + urgent_booked + fair(own, larger(done - urgent, 0.0))
-    delays = nothing_like(own)
-    reported, booked = loads.waiting(priority)
-    done = done - urgent
-    if len(reported[0]):
-        total = total_of(reported[1])
-        left = smaller(larger(1 - done / larger(total, 1e-9), 0.0), 1.0)
-        before, after = seconds_of_equals(reported[0], reported[1], own, loads.cost, left)
-        ahead += before
-        delays += after
-        done -= total
-    # Booked prompts are computed after those, and not before the step ended that ran as the first one was booked.
-    if len(reported[0]) or len(booked[0]) or largest(urgent_booked) > 0:
-        since = smaller(age - loads.queue.first_booked, MAX_UNSEEN_PROGRESS_S) - step_left
-        done = smaller(done, since * loads.shares.now[priority])
-        done = larger(done, 0.0)
-        ahead += larger(urgent_booked - done, 0.0)
-        left = 1 - (done - urgent_booked) / larger(total_of(booked[1]), 1e-9)
-        left = smaller(larger(left, 0.0), 1.0)
-        before, after = seconds_of_equals(booked[0], booked[1], own, loads.cost, left)
-        ahead += before
-        delays += after
+    `step_left`: until then. A replica computes more urgent prompts first, and reported ones before those that were
+    booked since."""
+    larger, chosen = loads.cost.larger, loads.cost.chosen
+    queue = loads.queue
+    urgent = queue.urgent_reported[priority], queue.urgent_booked[priority]
+    most = None
+    if fair is not None:
+        until_now = larger(done - step_left, 0.0)
+        most = larger(urgent[0] - until_now, 0.0) + urgent[1] + fair(own, larger(until_now - urgent[0], 0.0))
+        most = larger(most - step_left, 0.0)  # shares count from now on
+    ahead = delays = nothing_like(own)
+    for of_urgent, (counts, seconds) in zip(urgent, loads.waiting(priority), strict=True):
+        ahead = ahead + larger(of_urgent - done, 0.0)
+        done = larger(done - of_urgent, 0.0)
+        if len(counts):
+            total = total_of(seconds)
+            left = larger(1 - done / larger(total, 1e-9), 0.0)
+            before, after = seconds_of_equals(counts, seconds, own, loads.cost, left)
+            ahead = ahead + before
+            delays = delays + after * (left > 0)
+            done = larger(done - total, 0.0)
     if most is None:
         return ahead, delays
     has_no_rival = np.isnan(most)  # elsewhere its tenant's turns decide what goes before
-    chosen = loads.cost.chosen
     return chosen(has_no_rival, ahead, most), chosen(has_no_rival, delays, 0.0)
 
 

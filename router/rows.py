@@ -1,8 +1,9 @@
 """How one replica's figures are made: backlog, streams, room, shares. loads.py declares the figures."""
 
+from collections import deque
 from collections.abc import Collection, Sequence
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain, count
 from typing import NamedTuple
 
 from crossdock.router.loads import (
@@ -73,7 +74,7 @@ def row(
         prompt_steps=pace.prompt_steps,
         pages=_page_sizes(profile, live),
         refuses_late=profile.admission == "reject" and has_work,
-        joins=_joins(work, live, gap, chunk_s, coming, profile.runs_ahead),
+        joins=_joins(work, live, interval * gap, interval * cost.base, interval * chunk_s, coming, profile.runs_ahead),
         step_streams=pace.step_streams,
         min_chunk=pace.min_chunk,
         lent=pace.lent,
@@ -84,7 +85,7 @@ def row(
         encoder=EncoderPrices(*(learnt.encoder_cost or encoder)),
         shares=pace.shares,
         queue=PromptQueue(
-            min([each.at for each in booked], default=reported_at) - reported_at,
+            live.prefills.in_flight_seconds + sum([seconds for _, seconds in chain(*chain(*groups))]),
             [each + live.prefills.in_flight_seconds for each in urgent_reported],
             urgent_booked,
             num_groups,
@@ -126,40 +127,75 @@ def _chunk_seconds(live: LiveProfile, profile: SchedulingProfile, cost: StepCost
 
 
 def _joins(
-    work: Work, live: LiveProfile, gap: float, chunk_s: float, coming: list[tuple[float, float]], runs_ahead: bool
+    work: Work,
+    live: LiveProfile,
+    gap: float,
+    base: float,
+    chunk_s: float,
+    booked: list[tuple[float, float]],
+    runs_ahead: bool,
 ) -> Joins[float]:
-    """Return when a new prompt joins a step. A step has chunks of `chunk_s` at most where prompts wait.
+    """Return which step a new prompt joins, by taking the steps that hold prompts which are known one by one.
 
-    A replica that runs ahead schedules a step when the one before it begins: a prompt joins the step after the next.
-    `coming`: seconds since the report at which prompts were booked, and their own, in order of time."""
+    A step takes `gap` seconds without chunks, and has chunks of `chunk_s` at most, with `base` seconds once; all three
+    as intervals of a pipeline. A replica that runs ahead schedules a step when the one before it begins: a prompt joins
+    the step after the next. `booked`: seconds since the report at which prompts were booked, and their own, in order of
+    time."""
     streams_s = gap if sum(work.streams) else 0.0
     later = min(live.step_seconds, gap) / 2 + (streams_s if runs_ahead else 0.0)
-    waiting = sum([group.seconds for group in live.prefills.groups]) if live.step_seconds else 0.0
-    if live.room.pages_now > live.room.free_pages:  # some wait for pages, not for a step
-        waiting = min(waiting, live.prefills.started_seconds)
-    waiting += sum([seconds for at, seconds in coming if at <= 0])  # on their way as the replica reported
-    coming = [each for each in coming if each[0] > 0]
-    begins = 0.0
+    if live.prefills.groups and not live.step_seconds:  # before its first step a replica does not say what one takes
+        return _UNKNOWN._replace(later=later)
+    waiting, coming, alone = _in_steps(live, base, booked)
     running = live.prefills.in_flight_seconds
-    if not (running or waiting):  # there was no prompt until one came
-        if not coming:
-            return Joins(0.0, 0.0, 0.0, later, 0.0)
-        if streams_s:
-            begins = coming[0][0] // gap * gap  # of the step of streams that ran then
-        else:
-            (begins, waiting), *coming = coming
-    if not running and not (runs_ahead and streams_s):
-        running = min(waiting, chunk_s)
-        waiting = max(waiting - chunk_s, 0.0)
-    ends = begins + gap + running
-    came = sum([seconds for at, seconds in coming if at < ends])
-    if not runs_ahead:
-        return Joins(ends, ends, ends, later, _step_seconds(gap, 0.0, min(waiting + came, chunk_s)))
-    first = ends + _step_seconds(gap, streams_s, min(waiting, chunk_s))
-    waiting = max(waiting - chunk_s, 0.0) + came
-    waiting_s = min(waiting, chunk_s)
-    second = first + _step_seconds(gap, streams_s, waiting_s)
-    return Joins(ends, first, second, later, _step_seconds(gap, 0.0, waiting_s))
+    if not (running or waiting or coming):
+        return _UNKNOWN._replace(later=later, longest=gap + chunk_s)
+    begins = gap + running if running or (runs_ahead and streams_s) else 0.0
+    closes = 0.0 if runs_ahead else begins
+    last = coming[-1][0] if coming else 0.0
+    done = 0.0
+    for number in count():  # the step that begins then takes what comes until it closes
+        while coming and coming[0][0] < closes:
+            waiting += coming.popleft()[1]
+        filled = min(waiting, chunk_s)
+        if closes > last or number == _MOST_STEPS:
+            break
+        if not filled and coming and begins - closes <= streams_s:  # such steps follow until the next prompt comes
+            if not streams_s:
+                closes, waiting = coming.popleft()
+                begins, filled = closes, min(waiting, chunk_s)
+            elif skipped := (coming[0][0] - closes) // gap * gap:
+                closes, begins = closes + skipped, begins + skipped
+                continue
+        ends = begins + _step_seconds(gap, streams_s, filled)
+        waiting -= filled
+        done += filled
+        closes, begins = begins if runs_ahead else ends, ends
+    second = third = begins + _step_seconds(gap, streams_s, filled)
+    before = [done, done + filled, done + filled]
+    if runs_ahead:
+        after = min(waiting - filled, chunk_s)
+        third += _step_seconds(gap, streams_s, after)
+        before[2] += after
+    first, *behind = [running + alone * each for each in before]
+    return Joins(closes, begins, second, third, first, behind[0], behind[1], later, gap + chunk_s)
+
+
+def _in_steps(
+    live: LiveProfile, base: float, coming: list[tuple[float, float]]
+) -> tuple[float, deque[tuple[float, float]], float]:
+    """Return the seconds of the prompts that waited at the report, and those `coming` after it, without the `base`
+    seconds that each takes alone and that steps take once; and the ratio of their seconds alone to these."""
+    seconds = sum([group.seconds for group in live.prefills.groups])
+    num_prompts = float(sum([group.count for group in live.prefills.groups]))
+    if live.room.pages_now > live.room.free_pages and seconds > live.prefills.started_seconds:
+        num_prompts *= live.prefills.started_seconds / seconds  # the others wait for pages, not for a step
+        seconds = live.prefills.started_seconds
+    waiting = max(seconds - base * num_prompts, 0.0)
+    shorter = [(at, max(each - base, 0.0)) for at, each in coming]
+    alone = seconds + sum([each for _, each in coming])
+    ratio = alone / max(waiting + sum([each for _, each in shorter]), 1e-9)
+    waiting += sum([each for at, each in shorter if at <= 0])  # on their way as the replica reported
+    return waiting, deque(each for each in shorter if each[0] > 0), ratio
 
 
 def _step_seconds(gap: float, streams_s: float, chunk_s: float) -> float:
@@ -257,6 +293,8 @@ def _num_steps(num_streams: float, depth: int) -> float:
     return min(max(num_streams, 1.0), depth)
 
 
+_UNKNOWN = Joins(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # when steps begin
+_MOST_STEPS = 64  # taken one by one: those between two reports are fewer, unless the replica is silent
 _IDLE = LiveProfile("", 0)  # a replica that has not reported yet
 
 

@@ -204,14 +204,22 @@ def rivals_seconds(turns: Any, rivals: Iterable[tuple[float, float, float]]) -> 
 
 
 def first_token_seconds(
-    ahead: Any, own: Any, pace: Any, drain: Any, not_before: Any, filled_step: Any, larger: Callable[..., Any]
+    step_left: Any,
+    ahead: Any,
+    own: Any,
+    pace: Any,
+    drain: Any,
+    room_wait: Any,
+    filled_step: Any,
+    larger: Callable[..., Any],
 ) -> Any:
-    """Return the seconds until the first token of a prompt of `own` seconds behind `ahead` seconds of other prompts.
+    """Return the seconds until the first token of a prompt of `own` seconds.
 
-    `pace`: see `pace_beside`. `drain`: see `drain_seconds`. `not_before`: seconds until a step may hold the prompt.
+    `step_left`: until a step may hold the prompt. `ahead`: of other prompts that are computed between that time and
+    the prompt. `pace`: see `pace_beside`. `drain`: see `drain_seconds`. `room_wait`: until there are a place and pages.
     `filled_step`: of a step that has chunks of others too. A token comes when its step ends, however short the prompt.
     """
-    return larger(ahead * pace, not_before) + larger(own * pace, filled_step) + drain
+    return larger(step_left + ahead * pace, room_wait) + larger(own * pace, filled_step) + drain
 
 
 def pace_of(share: Any, lent: Lent, seconds: Any, larger: Callable[..., Any]) -> Any:

@@ -105,7 +105,8 @@ class Forecast:
             of_rivals = self._rivals_before(request, rivals, turns + of_equals) if rivals else 0.0
             ahead += of_equals + of_rivals + self.in_flight_seconds()
         pace = self._pace(request.priority, ahead + own)
-        return FirstToken(first_token_seconds(ahead, own, pace, drain, 0.0, 0.0, max), delays * pace, own + drain)
+        ttft = first_token_seconds(0.0, ahead, own, pace, drain, 0.0, 0.0, max)
+        return FirstToken(ttft, delays * pace, own + drain)
 
     def _rivals_before(self, request: Request, rivals: Iterable[tuple[Request, float]], own_seconds: float) -> float:
         """Return the seconds that other tenants' prompts get until a request's tenant has had `own_seconds` more."""

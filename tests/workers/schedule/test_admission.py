@@ -76,7 +76,7 @@ def test_prompt_waits_for_more_urgent_ones_and_for_shorter_ones_of_its_class() -
     def predicted(own: float, urgent: float = 0.0, equals: Sequence[float] = (), share: float = 1.0) -> float:
         ahead = urgent + seconds_of_equals([1.0] * len(equals), equals, own, COST)[0]
         pace = pace_of(share, NOTHING_LENT, ahead + own, max)
-        return float(first_token_seconds(ahead, own, pace, 0.0, 0.0, 0.0, max))
+        return float(first_token_seconds(0.0, ahead, own, pace, 0.0, 0.0, 0.0, max))
 
     assert predicted(1.0) == 1.0
     assert predicted(1.0, urgent=5.0) == 6.0
