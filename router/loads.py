@@ -53,7 +53,7 @@ class PageSizes(NamedTuple, Generic[One]):
 
 
 class Joins(NamedTuple, Generic[One]):
-    """Tells which step a new prompt joins, in seconds from the replica's last report, but the last two."""
+    """Tells which step a new prompt joins, in seconds from the replica's last report, but those that say otherwise."""
 
     until: One  # until then a new prompt
     first: One  # joins the step that begins then; after that, until `first`, the step that
@@ -62,6 +62,8 @@ class Joins(NamedTuple, Generic[One]):
     before_first: One  # seconds of prompts, alone, that are in the steps before these
     before_second: One
     before_third: One
+    ended_until: One  # seconds of prompts, alone, that are in the steps which have ended: until `until`
+    ended_first: One  # and after that until `first`
     later: One  # seconds from the arrival of a prompt that comes later
     longest: One  # seconds of a step that has as many chunks as it holds
 
@@ -182,6 +184,16 @@ class ReplicaFigures(Generic[Costs, One, Each]):
         cost: Any = self.cost
         further = cost.smaller(age + step_left - joins.third, most) * self.shares.now[priority]
         return self._joined(age, joins.before_first, joins.before_second, joins.before_third + further)
+
+    def done_now(self, age: Any, priority: int, most: float) -> Any:
+        """Return the seconds of known prompts that are in steps which have ended: a replica that is asked whether a new
+        one would be late counts those of the running step whole. `most`: as for `done_by_then`."""
+        joins: Any = self.joins
+        cost: Any = self.cost
+        chosen = cost.chosen
+        further = cost.smaller(age - joins.second, most) * self.shares.now[priority]
+        later = chosen(age < joins.second, joins.before_first, joins.before_second + further)
+        return chosen(age < joins.until, joins.ended_until, chosen(age < joins.first, joins.ended_first, later))
 
     def filled_step(self, ahead: Any, own: Any, behind: Any) -> Any:
         """Return the seconds of the step in which a prompt of `own` seconds has its token, if other chunks fill it.

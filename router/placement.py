@@ -274,6 +274,6 @@ def late_refusal_s(options: Options) -> Floats:
 def _late_s(options: Options, slots: Slots | int, room: Floats) -> Floats:
     """Return by how many seconds first tokens made in `slots` are expected to be late. `room`: seconds until there is
     some."""
-    promised = np.maximum(options.slo.ttft_s, 2 * options.prediction.alone[slots])
+    promised = options.slo.ttft_deadline(options.prediction.alone[slots], np.maximum)
     late: Floats = np.maximum(options.prediction.admission_ttft[slots], room) - promised
     return late

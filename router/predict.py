@@ -158,9 +158,7 @@ def predict_prompt(
     filled_step = loads.filled_step(ahead, own, behind)
     admission_ttft = nothing_like(rest)
     if query.may_refuse and largest(loads.refuses_late):
-        known_pace = pace_of(loads.shares.now[priority], lent, with_own, larger)
-        admission_ttft = first_token_seconds(step_left, ahead, own, known_pace, drain, 0.0, 0.0, larger)
-        admission_ttft += delays * known_pace
+        admission_ttft = _admission_ttft(loads, priority, age, own, drain, lent, fair)
     return PromptPrediction(
         prefill=own,
         alone=own + drain,
@@ -172,6 +170,24 @@ def predict_prompt(
         delays=delays * pace + page_delays,
         room_wait=room_wait,
     )
+
+
+def _admission_ttft(
+    loads: Figures[Figure],
+    priority: int,
+    age: Figure,
+    own: Figure,
+    drain: Figure,
+    lent: Lent,
+    fair: Callable[[Figure, Figure], Figure] | None,
+) -> Figure:
+    """Return the seconds until the first token, with those by which the prompt delays others, as `Forecast.ttft` of the
+    replica adds them: where the router knows what the replica knows, both are the same to the last digit."""
+    larger = loads.cost.larger
+    done = loads.done_now(age, priority, MAX_UNSEEN_PROGRESS_S)
+    ahead, delays = _waiting_then(loads, priority, done, nothing_like(own), own, fair)
+    pace = pace_of(loads.shares.now[priority], lent, ahead + own, larger)
+    return first_token_seconds(0.0, ahead, own, pace, drain, 0.0, 0.0, larger) + delays * pace
 
 
 def _encoder_seconds(loads: Any, items: Sequence[tuple[int, int, int]], cached: Any) -> tuple[Any, Any]:

@@ -334,7 +334,7 @@ class ReplicaTable:
             live = live and structs.replace(live, learnt=Learnt(gap_share=live.learnt.gap_share))
             replica.row = row(replica.profile, live, booked, self.classes, {})
             replica.row.write(self.loads, slot)
-        for figures in self.loads.joins[:7]:  # when their steps end is unknown
+        for figures in self.loads.joins[:9]:  # when their steps end is unknown
             figures[[*self._stale]] = 0.0
 
     def _allocate(self, capacity: int) -> None:

@@ -152,7 +152,7 @@ def _joins(
     begins = gap + running if running or (runs_ahead and streams_s) else 0.0
     closes = 0.0 if runs_ahead else begins
     last = coming[-1][0] if coming else 0.0
-    done = 0.0
+    done = [0.0, 0.0, running]  # seconds in the steps before each of the last three
     for number in count():  # the step that begins then takes what comes until it closes
         while coming and coming[0][0] < closes:
             waiting += coming.popleft()[1]
@@ -163,21 +163,23 @@ def _joins(
             if not streams_s:
                 closes, waiting = coming.popleft()
                 begins, filled = closes, min(waiting, chunk_s)
+                done = [done[2]] * 3
             elif skipped := (coming[0][0] - closes) // gap * gap:
                 closes, begins = closes + skipped, begins + skipped
+                done = [done[2]] * 3
                 continue
         ends = begins + _step_seconds(gap, streams_s, filled)
         waiting -= filled
-        done += filled
+        done = [*done[1:], done[2] + alone * filled]
         closes, begins = begins if runs_ahead else ends, ends
     second = third = begins + _step_seconds(gap, streams_s, filled)
-    before = [done, done + filled, done + filled]
+    before = [done[2], done[2] + alone * filled, done[2] + alone * filled]
     if runs_ahead:
         after = min(waiting - filled, chunk_s)
         third += _step_seconds(gap, streams_s, after)
-        before[2] += after
-    first, *behind = [running + alone * each for each in before]
-    return Joins(closes, begins, second, third, first, behind[0], behind[1], later, gap + chunk_s)
+        before[2] += alone * after
+    ended = done[:2] if runs_ahead else [done[1], done[1]]
+    return Joins(closes, begins, second, third, *before, *ended, later, gap + chunk_s)
 
 
 def _in_steps(
@@ -293,7 +295,7 @@ def _num_steps(num_streams: float, depth: int) -> float:
     return min(max(num_streams, 1.0), depth)
 
 
-_UNKNOWN = Joins(0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)  # when steps begin
+_UNKNOWN = Joins(*[0.0] * len(Joins._fields))  # when steps begin
 _MOST_STEPS = 64  # taken one by one: those between two reports are fewer, unless the replica is silent
 _IDLE = LiveProfile("", 0)  # a replica that has not reported yet
 

@@ -2,8 +2,9 @@
 
 import random
 from bisect import bisect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.policies.chunk_policies import POLICIES, Meaning
 from crossdock.workers.schedule.policies.chunking import LEAST_SHARE
 from crossdock.workers.schedule.request.request import Request
+from crossdock.workers.schedule.request.slo import DEFAULT_CLASSES
 from crossdock.workers.schedule.request.submission import Adapter, Leg, Overloaded, SamplingParams, Submission
 from crossdock.workers.schedule.scheduler import Scheduler
 from tests.router.replicas import CLASSES, COST, LONG_STEPS, Replica, changed, fleet_of, live, place, profile, query
@@ -28,6 +30,15 @@ BENT = (  # a GPU that launches a chunk's kernels for 20 ms; a CPU whose first r
     replace(COST, breakpoint_rows=256, per_early_row=-1e-4, least_with_chunk=20e-3),
     replace(COST, breakpoint_rows=8, per_early_row=1e-3),
 )
+
+
+def late_by(take: Callable[[], object]) -> float:
+    """Return the seconds by which a request is refused as late; 0: it is taken."""
+    try:
+        take()
+    except Overloaded as refusal:
+        return refusal.retry_after
+    return 0.0
 
 
 def predicted_ttft(fleet: Fleet, request: Query, now: float = 0.0) -> float:
@@ -65,6 +76,44 @@ def test_ttft_behind_a_backlog_is_the_schedulers_own_prediction(rng: random.Rand
             groups.setdefault(bisect(LENGTHS, seconds), []).append(seconds)
     slack = sum(sum(group) for group in groups.values() if min(group) <= own < max(group))
     assert found == pytest.approx(exact.ttft, abs=slack / 0.05 + 1e-9)
+
+
+@given(st.randoms(use_true_random=False))
+@settings(deadline=None, max_examples=80)
+def test_router_refuses_the_prompts_that_the_replica_refuses(rng: random.Random) -> None:
+    """All come before the first one's step ends, and count whole. Where promises are short, a prompt may take twice its
+    time alone, which the second of two equal prompts does, to the last digit."""
+    due = rng.choice([1e-9, 0.2, 2.0])
+    depth = rng.choice([1, 1, 2, 4])
+    replica = Replica(
+        profile(
+            cost=rng.choice([COST, *BENT, profile(30.0).cost]).slowed(rng.uniform(1, 3)),
+            chunk_policy=rng.choice(["adaptive", "fixed"]),
+            admission="reject",
+            pipeline_parallel_size=depth,
+            interval_share=rng.choice([1 / depth, 1.0]),
+            runs_ahead=rng.random() < 0.3,
+            slo_classes=[slo.model_copy(update={"ttft_s": slo.ttft_s * due}) for slo in DEFAULT_CLASSES],
+        )
+    )
+    fleet = fleet_of({"a": replica.profile})
+    for number in range(rng.choice([0, 0, 2])):
+        replica.add(f"stream {number}", [number] * 10, rng.choice(CLASSES), max_tokens=50, may_refuse=False)
+        replica.step_until_token(f"stream {number}")
+    replica.report(fleet, "a", 0.0)
+    between = rng.choice([0.0, 1e-5])  # seconds: all of them less than a step takes
+    lengths = rng.choice([(20,), (4000,), (10, 100, 1000, 4000)])
+    for number in range(8):
+        if not between and rng.random() < 0.1:
+            replica.report(fleet, "a", 0.0)
+            for placed in range(number):
+                fleet.taken(f"{placed}", "a", replica.publisher.sequence - 1)
+        prompt, slo_class = [number] * rng.choice(lengths), rng.choice(CLASSES)
+        asked = query(f"{number}", prompt=prompt, slo_class=slo_class)
+        late = late_by(partial(place, fleet, asked, between * number))
+        assert late == pytest.approx(
+            late_by(partial(replica.add, asked.request_id, prompt, slo_class)), rel=1e-9, abs=0
+        )
 
 
 @pytest.mark.parametrize("waiting", [(4000, 4000, 4000), (300, 4000, 4000), (300, 300)])

@@ -1,8 +1,10 @@
 """SLO classes: the promised time to the first token and per token after it, and who goes first when time is short."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from crossdock.workers.schedule.cost.formula import Figure
 
 
 class SloClass(BaseModel):
@@ -16,13 +18,13 @@ class SloClass(BaseModel):
     weight: float = Field(default=1.0, gt=0, description="Weight of the class when the router compares replicas.")
     decode_share: float = Field(default=0.0, ge=0, le=1, description="Share of max_num_seqs reserved for this class.")
 
-    def ttft_deadline(self, seconds_alone: float) -> float:
+    def ttft_deadline(self, seconds_alone: Figure, larger: Callable[..., Figure] = max) -> Figure:
         """Return the seconds after arrival by which the first token is due.
 
         A prompt may take at least twice its time on an idle replica, `seconds_alone`: no replica can compute within
-        `ttft_s` a prompt that alone takes longer.
+        `ttft_s` a prompt that alone takes longer. `larger`: `np.maximum` for an array of replicas.
         """
-        return max(self.ttft_s, 2 * seconds_alone)
+        return larger(self.ttft_s, 2 * seconds_alone)
 
 
 DEFAULT_CLASSES = (
