@@ -6,6 +6,7 @@ import typing
 from collections.abc import Collection, Mapping, Sequence
 from difflib import get_close_matches
 from functools import lru_cache
+from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationError, field_validator, model_validator
@@ -17,7 +18,8 @@ from crossdock.cluster.api.http.http_config import HttpConfig, ModelHttpConfig
 from crossdock.cluster.api.http.keys import check_keys
 from crossdock.router.fleet import RouterConfig
 from crossdock.router.scaling import ScalingConfig
-from crossdock.workers.model.weights.checkpoint import model_name, resolve_model
+from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.model.weights.checkpoint import model_name
 from crossdock.workers.model.weights.config_overrides import check_overrides
 from crossdock.workers.replica.config import (
     Device,
@@ -122,6 +124,10 @@ class ModelConfig(BaseModel):
     def name(self) -> str:
         """The name by which clients ask for the model."""
         return self.served_name or model_name(self.path)
+
+    def folder(self, *, needs_weights: bool = True) -> Path:
+        """Return the directory of the model's files, as `ModelSpec.folder` does."""
+        return ModelSpec(self.path, hf_overrides=self.hf_overrides).folder(needs_weights=needs_weights)
 
 
 class PoolConfig(BaseModel):
@@ -408,12 +414,14 @@ class ClusterConfig(BaseModel):
         """Whether replicas take adapters: all of them that make tokens, or none."""
         return (self.pools[0].engine or self.engine).enable_lora
 
-    def emulated_device(self, pool: PoolConfig, emulated: str) -> EmulatedDevice:
-        """Return the device that a pool emulates, as `emulated_device` does. `emulated`: the pool's."""
+    def emulated_device(self, pool: PoolConfig) -> EmulatedDevice | None:
+        """Return the device that a pool emulates, as `emulated_device` does; None: it emulates none."""
+        if pool.emulated is None:
+            return None
         model = self.model.path
         if self.model.hf_overrides:  # a directory is a name of a model, too
-            model = str(resolve_model(model, self.model.hf_overrides, needs_weights=False))
-        return emulated_device(emulated, model, (pool.engine or self.engine).quantization)
+            model = str(self.model.folder(needs_weights=False))
+        return emulated_device(pool.emulated, model, (pool.engine or self.engine).quantization)
 
     @property
     def _has_holders(self) -> bool:
@@ -440,7 +448,7 @@ class ClusterConfig(BaseModel):
             enable_expert_parallel=pool.has_whole_experts,
             eplb=pool.moving_experts,
             rank_timeout_s=pool.rank_timeout_s,
-            emulated=None if pool.emulated is None else self.emulated_device(pool, pool.emulated),
+            emulated=self.emulated_device(pool),
             lora_modules=model.lora_modules,
             device=pool.device,
         )
@@ -618,7 +626,7 @@ def emulated_device(emulated: str, model: str | None = None, quantization: str |
     try:
         if not is_gpu(emulated):
             return EmulatedDevice(emulated, stored_profile(emulated))
-        profile = estimate(emulated.partition("*")[0], resolve_model(model, needs_weights=False), quantization)
+        profile = estimate(emulated.partition("*")[0], ModelSpec(model).folder(needs_weights=False), quantization)
         scale = time_scale(emulated)
         return EmulatedDevice(emulated, profile if scale == 1 else profile.slowed(scale))
     except ValueError as error:

@@ -100,13 +100,13 @@ FLOORS_WITHIN: dict[str, list[set[str]]] = {
     # room: its own rooms and files, from the ground up
     "workers/model": [
         {"token_bits.py"},
-        {"architecture.py", "device_copies.py", "model_spec.py", "pooling.py", "grammar", "sampling"},
+        {"architecture.py", "device_copies.py", "pooling.py", "grammar", "sampling"},
         {"forward", "context_length.py"},
         {"pictures", "recurrent"},
         {"cut"},
         {"loaders"},
         {"weights"},
-        {"lora", "end_tokens.py", "text_files.py"},
+        {"lora", "end_tokens.py", "model_spec.py", "text_files.py"},
         {"load_options.py", "network.py", "kv_pool.py"},
         {"model.py", "shared_rows.py"},
         {"page_lists.py"},
@@ -294,6 +294,13 @@ def test_files_import_only_what_their_rooms_may() -> None:
 )
 def test_planted_violation_is_reported(path: str, source: str) -> None:
     assert len(violations(path, source)) == 1
+
+
+def test_only_the_spec_of_a_model_finds_its_folder_so_that_no_place_forgets_the_overrides() -> None:
+    """A head of drafts is another checkpoint, without overrides."""
+    finds = {"crossdock.workers.model.weights.checkpoint", "crossdock.workers.model.weights.checkpoint.resolve_model"}
+    found = {path for path in SOURCES if not finds.isdisjoint(imports((ROOT / path).read_text()))}
+    assert found == {"workers/model/model_spec.py", "workers/draft/mtp_weights.py", "workers/draft/paged_eagle.py"}
 
 
 def test_rooms_are_the_folders_that_exist() -> None:

@@ -39,7 +39,6 @@ from crossdock.cluster.offline.sampling_params import OfflineCompletion, PromptP
 from crossdock.cluster.offline.settings import offline_configuration
 from crossdock.cluster.serve.media import open_media
 from crossdock.cluster.serve.tokenizer import load_tokenizer
-from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.schedule.shares import Shares
 
 PromptInput: TypeAlias = str | Sequence[int] | Mapping[str, Any]
@@ -77,7 +76,7 @@ class LLM:
             ValueError: a setting does not exist, or the model cannot run with it; the message names the setting.
         """
         config = offline_configuration(model, {"trust_request_chat_template": True, **settings})
-        path = resolve_model(config.model.path, config.model.hf_overrides)
+        path = config.model.folder()
         self._stack = ExitStack()
         self._seeds = count(seed)
         with self._stack as stack:  # closed where anything below fails

@@ -34,14 +34,14 @@ def local_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
 
 @contextmanager
 def _worker_group_engine(spec: "ReplicaSpec") -> Iterator["Engine"]:
-    from crossdock.workers.model.weights.checkpoint import resolve_model, resolve_tokenizer
+    from crossdock.workers.model.weights.checkpoint import resolve_tokenizer
     from crossdock.workers.model.weights.weights import check_division
     from crossdock.workers.replica.engine.engine_loader import engine_of_ranks
     from crossdock.workers.replica.ranks.rank_loader import driver_of, position_of
     from crossdock.workers.replica.ranks.worker_group import WorkerGroup
 
-    path = resolve_model(spec.model.path, spec.model.hf_overrides)
-    tokenizer = resolve_tokenizer(spec.tokenizer, spec.model.path)
+    path = spec.model.folder()
+    tokenizer = resolve_tokenizer(spec.tokenizer, path)
     gpus = _gpus(spec)
     driver = driver_of(spec)
     _see_only(gpus[driver])

@@ -168,9 +168,8 @@ def _describe_pools(config: ClusterConfig) -> str:
 def example(config: ModelConfig) -> tuple[str, str]:
     """Return the path of a request that a model answers, and the fields of its body as JSON without braces."""
     from crossdock.cluster.serve.tokenizer import has_chat_template
-    from crossdock.workers.model.weights.checkpoint import resolve_model
 
-    folder = resolve_model(config.path, config.hf_overrides, needs_weights=False)
+    folder = config.folder(needs_weights=False)
     if (answer := text_answer(folder)) is not None:
         return _EXAMPLES[answer]
     if is_classifier(read_config_file(folder).get("architectures")):

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from crossdock.cluster.config import ClusterConfig, PoolConfig
+from crossdock.workers.model.model_spec import ModelSpec
 
 
 def gpus_here() -> float:
@@ -69,22 +70,21 @@ def check_cores_suffice(models: Sequence[ClusterConfig], num_cores: int) -> None
 
 def check_memory_suffices(
     models: Sequence[ClusterConfig],
-    weights: Callable[[str | None], int],
+    weights: Callable[[ModelSpec], int],
     free: int,
-    keeps_pages: Callable[[str | None], bool] = lambda _: True,
+    keeps_pages: Callable[[ModelSpec], bool] = lambda _: True,
 ) -> None:
     """Check that `free` bytes of a host hold what several models need on CPUs, as `check_gpus_suffice` does for GPUs.
 
-    `weights` returns the bytes of a checkpoint's files, by its path, and `keeps_pages` whether replicas of it have KV
-    pages. Every pool's `num_gpus` must be set.
+    `weights` returns the bytes of a model's files, and `keeps_pages` whether its replicas have KV pages. Every pool's
+    `num_gpus` must be set.
 
     Raises:
         ValueError: they need more; the message names the settings.
     """
     for pools in _grown_in_turn(models):
         needed = {
-            f"pools.{pool.name}": count * _bytes_on_cpu(each, pool, weights, has_pages=keeps_pages(each.model.path))
-            for each, pool, count in pools
+            f"pools.{pool.name}": count * _bytes_on_cpu(each, pool, weights, keeps_pages) for each, pool, count in pools
         }
         if (total := sum(needed.values())) > free:
             wanted = ", ".join(f"{name}: {_gib(number)} in all" for name, number in needed.items() if number)
@@ -101,15 +101,18 @@ def _grown_in_turn(models: Sequence[ClusterConfig]) -> Iterator[list[tuple[Clust
 
 
 def _bytes_on_cpu(
-    config: ClusterConfig, pool: PoolConfig, weights: Callable[[str | None], int], *, has_pages: bool
+    config: ClusterConfig,
+    pool: PoolConfig,
+    weights: Callable[[ModelSpec], int],
+    keeps_pages: Callable[[ModelSpec], bool],
 ) -> int:
     """Return the bytes that one replica takes of the host's memory: weights as in their files, and KV pages."""
     if pool.num_gpus or pool.emulated is not None:
         return 0
     engine = pool.engine or config.engine
-    stored = weights(pool.checkpoint or config.model.path)
-    pages = engine.budget.known("cpu") or 0 if has_pages else 0
-    return stored // (2 if engine.quantization == "int8" else 1) + pool.num_ranks * pages
+    model = config.replica_spec(pool).model
+    pages = engine.budget.known("cpu") or 0 if keeps_pages(model) else 0
+    return weights(model) // (2 if engine.quantization == "int8" else 1) + pool.num_ranks * pages
 
 
 def _gib(num_bytes: int) -> str:

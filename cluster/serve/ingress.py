@@ -44,7 +44,6 @@ from crossdock.cluster.serve.rollouts import server_info
 from crossdock.cluster.serve.shared_adapters import Known, SharedAdapters
 from crossdock.cluster.serve.tokenizer import load_tokenizer
 from crossdock.workers.model.lora.adapter_files import read_adapter
-from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.replica.serving.interpreter import prepare_interpreter
 from crossdock.workers.replica.serving.notices import leave_notice
 from crossdock.workers.replica.serving.own_node import bind_serve_to_own_node
@@ -172,7 +171,7 @@ class Ingress:
         engine = config.engine
         dispatcher = self._dispatchers[config.model.name]
         cold_start = self._cold_start(config, scaler) if scaler is not None and config.starts_on_request else None
-        path = resolve_model(model.path, model.hf_overrides, needs_weights=not config.is_emulated)
+        path = model.folder(needs_weights=not config.is_emulated)
         tokenizer = await asyncio.to_thread(load_tokenizer, path, model)
         media = await asyncio.to_thread(open_media, path, tokenizer, config.http, dispatcher.metrics.registry)
         self._media += [] if media is None else [media]

@@ -31,9 +31,8 @@ def prepare(config: ClusterConfig, *, has_gpus: bool) -> list[str]:
     """
     from crossdock.cluster.api.body.generation_defaults import GenerationDefaults
     from crossdock.cluster.api.body.pooler_config import EmbeddingDefaults
-    from crossdock.workers.model.weights.checkpoint import resolve_model
 
-    path = resolve_model(config.model.path, config.model.hf_overrides, needs_weights=not config.is_emulated)
+    path = config.model.folder(needs_weights=not config.is_emulated)
     is_tokenizer_beside = config.model.tokenizer is None
     scheme = check_checkpoint(path, needs_tokenizer=is_tokenizer_beside, quantization=config.engine.quantization)
     check_model(config, path, has_gpus=has_gpus)
@@ -48,7 +47,7 @@ def prepare(config: ClusterConfig, *, has_gpus: bool) -> list[str]:
     if replaced := config.model.hf_overrides:
         lines.append(f"In place of values of its config.json (hf_overrides): {json.dumps(replaced)}")
     for pool in config.pools:
-        if pool.emulated is not None and config.emulated_device(pool, pool.emulated).profile.is_estimate:
+        if (device := config.emulated_device(pool)) is not None and device.profile.is_estimate:
             lines.append(f"Pool {pool.name}: {pool.emulated}: {HOW_FAR_OFF}")
         folder = path
         if pool.checkpoint is not None:
@@ -103,11 +102,10 @@ def _checkpoint_of(pool: PoolConfig, path: Path, config: ClusterConfig) -> tuple
     Raises:
         ValueError: they are not of the model in `path`, or not read; the message names the pool.
     """
-    from crossdock.workers.model.weights.checkpoint import resolve_model
 
     quantization = (pool.engine or config.engine).quantization
     try:
-        folder = resolve_model(pool.checkpoint, config.model.hf_overrides)
+        folder = config.replica_spec(pool).model.folder()
         scheme = check_checkpoint(folder, needs_tokenizer=False, quantization=quantization)
         require_same_model(path, folder)
     except ValueError as error:
@@ -117,15 +115,14 @@ def _checkpoint_of(pool: PoolConfig, path: Path, config: ClusterConfig) -> tuple
 
 def require_devices(config: ClusterConfig, num_gpus: float) -> None:
     """Check that this machine has the GPUs, and for several models the cores and the memory. Raises ValueError."""
-    from crossdock.workers.model.weights.checkpoint import resolve_model
 
     models = [with_num_gpus(each, num_gpus > 0) for each in config.each_model]
     if config.models:
         check_cores_suffice(models, os.cpu_count() or 1)
         check_memory_suffices(
             models,
-            lambda model: bytes_of_weights(resolve_model(model)),
+            lambda model: bytes_of_weights(model.folder()),
             free_on_host(),
-            lambda model: text_answer(resolve_model(model)) is None,
+            lambda model: text_answer(model.folder()) is None,
         )
     check_gpus_suffice(models, num_gpus)

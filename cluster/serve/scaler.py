@@ -27,7 +27,6 @@ from crossdock.cluster.dispatch.connections import READS_S
 from crossdock.cluster.dispatch.loops import raise_if_ended
 from crossdock.router.division import Starts
 from crossdock.router.scaling import Bounds, Flip, Resize, Scaling
-from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.replica.serving.known_starts import first_guess, known_starts, remember_start
 from crossdock.workers.replica.serving.own_node import bind_serve_to_own_node
 from crossdock.workers.report.profile import SchedulingProfile
@@ -202,7 +201,5 @@ def _start_key(config: ClusterConfig) -> str:
 
 
 def _guess(config: ClusterConfig) -> float:
-    folder = (
-        None if config.is_emulated else resolve_model(config.model.path, config.model.hf_overrides, needs_weights=False)
-    )
+    folder = None if config.is_emulated else config.model.folder(needs_weights=False)
     return first_guess(folder)

@@ -19,7 +19,7 @@ def load_tokenizer(path: Path, config: ModelConfig) -> ModelTokenizer:
     else:
         from transformers import AutoConfig  # late, as in `ModelTokenizer.load`
 
-        folder = resolve_tokenizer(config.tokenizer, config.path)
+        folder = resolve_tokenizer(config.tokenizer, path)
         tokenizer = ModelTokenizer.load(folder)
         size = AutoConfig.from_pretrained(path, trust_remote_code=False).get_text_config().vocab_size
         if tokenizer.last_token_id >= size:
@@ -43,7 +43,7 @@ def has_chat_template(path: Path, config: ModelConfig) -> bool:
     """Report whether the model in the directory `path` answers chats, by its files: no tokenizer is loaded."""
     if config.chat_template is not None:
         return True
-    folder = path if config.tokenizer is None else resolve_tokenizer(config.tokenizer, config.path)
+    folder = path if config.tokenizer is None else resolve_tokenizer(config.tokenizer, path)
     files = [folder / "chat_template.jinja", *folder.glob("additional_chat_templates/*.jinja")]
     own = read_json_if_any(folder / "tokenizer_config.json").get("chat_template")
     return bool(own or _processor_template(path)) or any(file.is_file() for file in files)

@@ -174,14 +174,13 @@ def _find(flags: TuneFlags, sizes: _Grid, console: Console) -> "Findings":
     from crossdock.cluster.tune.curves import Curves
     from crossdock.cluster.tune.sweep import fitting, grid
     from crossdock.workers.model.text_files import text_answer
-    from crossdock.workers.model.weights.checkpoint import resolve_model
     from crossdock.workers.replica.engine.calibrate import warm_up
 
     cluster = load(flags.config, {"model.path": flags.model} if flags.model is not None else {})
     pool = _pool(cluster, flags)
     begun = time.monotonic()
     spec = cluster.replica_spec(pool)
-    if text_answer(resolve_model(spec.model.path, spec.model.hf_overrides, needs_weights=False)) is not None:
+    if text_answer(spec.model.folder(needs_weights=False)) is not None:
         raise ValueError("model: tune measures chunks beside streams, and a text encoder has no streams")
     computes_only = pool.role == "prefill"
     wanted = grid(sizes.chunks, () if computes_only else sizes.decodes, sizes.contexts)

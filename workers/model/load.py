@@ -30,7 +30,6 @@ from crossdock.workers.model.network import Network
 from crossdock.workers.model.pictures.vision import PictureEncoder, why_text_alone
 from crossdock.workers.model.pooling import HiddenTap
 from crossdock.workers.model.probe import probe, refuse_by_config
-from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.model.weights.fingerprint import fingerprint
 from crossdock.workers.model.weights.finite import check_finite, weights_of
 from crossdock.workers.model.weights.formats import format_of
@@ -66,7 +65,7 @@ def load_model(
             applied to this model here, or the model cannot be `batch_invariant`; or the package of `load_format` is
             not installed; or a weight is NaN or infinite.
     """
-    path = resolve_model(spec.path, spec.hf_overrides)
+    path = spec.folder()
     attention = choose_attention(spec.attention_backend, torch.device(device), spec.kv_cache_dtype, spec.cpu_kernels)
     used_by_others = used_by_all_but_torch() if device != "cpu" else 0
     require_working(attention, torch.device(device))  # takes memory of the GPU, so it comes second

@@ -2,9 +2,11 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from crossdock.kernels.options import AttentionBackend, CpuKernels, KVCacheDtype, LoadFormat, Quantization
+from crossdock.workers.model.weights.checkpoint import resolve_model
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,3 +25,10 @@ class ModelSpec:
     quantization: Quantization | None = None  # int8 and, of plain ones, fp8: at load; others: as stored; None: any
     load_format: LoadFormat = "auto"  # who reads the files of weights; auto: our own reader
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)  # values in place of those of config.json
+
+    def folder(self, *, needs_weights: bool = True) -> Path:
+        """Return the directory of the model's files, whose config.json has the values of `hf_overrides`.
+
+        `needs_weights` and ValueError: as in `resolve_model`.
+        """
+        return resolve_model(self.path, self.hf_overrides, needs_weights=needs_weights)

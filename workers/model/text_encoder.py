@@ -19,7 +19,6 @@ from crossdock.workers.model.load import dtype_of
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.text_distances import attend_by_distance
 from crossdock.workers.model.text_files import TextAnswer, answer_of, begins_behind_padding, longest_text
-from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.model.weights.finite import check_finite, weights_of
 from crossdock.workers.model.weights.untrusted import naming
 from crossdock.workers.model.weights.weights import read_config
@@ -134,7 +133,7 @@ def load_text_encoder(spec: ModelSpec, device: str = "cpu") -> TextEncoder:
         ValueError: it is none, or `max_model_len` is more than its positions, or tensors are missing or others than the
             model's, or a number is NaN or infinite, or a batch is not computed as transformers computes its texts.
     """
-    path = resolve_model(spec.path, spec.hf_overrides)
+    path = spec.folder()
     config = read_config(path)
     fields = config.to_dict() | {"architectures": config.architectures}
     answer = answer_of(fields, path)

@@ -15,6 +15,7 @@ from crossdock.cluster.serve.flag_settings import configuration
 from crossdock.cluster.serve.flags import PANELS
 from crossdock.cluster.serve.gpus import check_cores_suffice, check_gpus_suffice, check_memory_suffices, with_num_gpus
 from crossdock.cluster.serve.preparation import prepare, require_devices
+from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.report.presets import HOW_FAR_OFF, preset
 from crossdock.workers.schedule.request.slo import DEFAULT_CLASSES
 from tests.workers.draft.mtp_reference import write_checkpoint
@@ -249,9 +250,13 @@ def test_memory_that_several_models_need_on_one_host_is_checked_together_and_nam
     members = [{"name": "small", "pools": pools}, {"name": "large", "model": {"path": "x/large"}, "pools": pools}]
     models = load(None, {"models": members, "engine.kv_cache_memory": "1GiB"}).each_model
     sizes = {"x/large": 3 << 30, None: 1 << 30}
-    check_memory_suffices(models, lambda path: sizes[path], 10 << 30)  # two of 4 GiB beside one of 2 GiB
+
+    def bytes_of(model: ModelSpec) -> int:
+        return sizes[model.path]
+
+    check_memory_suffices(models, bytes_of, 10 << 30)  # two of 4 GiB beside one of 2 GiB
     with pytest.raises(ValueError, match=r"10.0 GiB of memory.* 9.0 GiB are free \(pools.small-mixed: 2.0 GiB in all"):
-        check_memory_suffices(models, lambda path: sizes[path], 9 << 30)
-    check_memory_suffices(models, lambda path: sizes[path], 9 << 30, lambda path: path is None)  # large: a text encoder
+        check_memory_suffices(models, bytes_of, 9 << 30)
+    check_memory_suffices(models, bytes_of, 9 << 30, lambda model: model.path is None)  # large encodes texts
     on_gpus = load(None, {"models": members, "models.*.pools.*.num_gpus": 1}).each_model
-    check_memory_suffices(on_gpus, lambda path: sizes[path], 0)
+    check_memory_suffices(on_gpus, bytes_of, 0)

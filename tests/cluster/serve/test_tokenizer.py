@@ -97,7 +97,8 @@ import sys
 from crossdock.cluster.config import ModelConfig
 from crossdock.cluster.serve import ingress
 ingress._keep_torch_out()
-ingress.load_tokenizer(ingress.resolve_model({str(model)!r}), ModelConfig.model_validate(dict(path={str(model)!r})))
+config = ModelConfig.model_validate(dict(path={str(model)!r}))
+ingress.load_tokenizer(config.folder(), config)
 assert "transformers" in sys.modules and not sys.modules["torch"]
 """
     subprocess.run([sys.executable, "-c", load], check=True, timeout=240)

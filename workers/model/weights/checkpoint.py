@@ -76,17 +76,17 @@ def _own_folder(name: str | None, *, needs_weights: bool) -> Path:
     return _from_hub(name, needs_weights=needs_weights)
 
 
-def resolve_tokenizer(name: str | None, model: str | None) -> Path:
-    """Return the directory of a tokenizer; None is that of the model of `model`. Names are as in `resolve_model`.
+def resolve_tokenizer(name: str | None, model: Path) -> Path:
+    """Return the directory of a tokenizer; None is that of the model in the directory `model`. Names are as in
+    `resolve_model`.
 
     Raises:
         ValueError: there is no such tokenizer; the message names the place that was searched.
     """
     if name is None:
-        folder = resolve_model(model)
-        if (reason := folder / NO_TOKENIZER).is_file():
+        if (reason := model / NO_TOKENIZER).is_file():
             raise ValueError(reason.read_text())
-        return folder
+        return model
     path = Path(name).expanduser()
     if not path.is_dir():
         try:

@@ -9,7 +9,7 @@ from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model import LoadedModel
 from crossdock.workers.model.text_encoder import TextEncoder, load_text_encoder
 from crossdock.workers.model.text_files import text_answer
-from crossdock.workers.model.weights.checkpoint import resolve_model, resolve_tokenizer
+from crossdock.workers.model.weights.checkpoint import resolve_tokenizer
 from crossdock.workers.model.weights.fingerprint import fingerprint
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.engine.computing import new_engine
@@ -35,7 +35,8 @@ def load_engine(
     """
     if spec.emulated is not None:
         raise ValueError("pools: emulated: only crossdock serve has emulated devices; leave it out")
-    if text_answer(resolve_model(spec.model.path, spec.model.hf_overrides)) is not None:
+    folder = spec.model.folder()
+    if text_answer(folder) is not None:
         engine, _ = load_text_engine(spec)
         loaded()
         return engine
@@ -43,7 +44,7 @@ def load_engine(
     device = device_of(spec)
     kv_bytes = spec.engine.budget.known(device) or 0
     model = load_model(spec.model, device, kv_bytes=kv_bytes, loaded=loaded)
-    tokenizer = resolve_tokenizer(spec.tokenizer, spec.model.path)
+    tokenizer = resolve_tokenizer(spec.tokenizer, folder)
     weights = _kept_name(spec, model)
     return new_engine(model, spec.engine, tokenizer, weights=weights, step_deadline=step_deadline)
 
@@ -75,5 +76,4 @@ def _kept_name(spec: ReplicaSpec, model: LoadedModel) -> str:
     """Return the name of the weights for pages in files; empty: there are no files."""
     if not spec.engine.kv_cache_files:
         return ""
-    folder = resolve_model(spec.model.path, spec.model.hf_overrides)
-    return spec.name_of_kept_pages(model.checkpoint or fingerprint(folder))
+    return spec.name_of_kept_pages(model.checkpoint or fingerprint(spec.model.folder()))

@@ -15,7 +15,6 @@ from crossdock.workers.model.cut.part import ModelPart
 from crossdock.workers.model.cut.position import CannotCut, RankPosition
 from crossdock.workers.model.load import dtype_of
 from crossdock.workers.model.memory.memory_fit import size_of
-from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.model.weights.formats import format_of
 from crossdock.workers.model.weights.packed_layers import count_numbers, packed_tensors, panel_bytes
 from crossdock.workers.model.weights.scheme import scheme_of
@@ -56,7 +55,7 @@ def with_experts_divided(spec: ReplicaSpec, rank: int, driver: int) -> tuple[Rep
 def _choose(spec: ReplicaSpec, rank: int) -> tuple[bool, list[str]]:
     """Return whether experts are whole, and a line about each division. Collective."""
     device = device_of(spec)
-    config = read_config(resolve_model(spec.model.path, spec.model.hf_overrides))
+    config = read_config(spec.model.folder())
     if not _experts_of_a_token(config):
         return False, []
     whole = whole_experts(spec, config, rank, device)

@@ -13,7 +13,7 @@ import ray
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from crossdock.workers.model.cut.position import RankPosition
-from crossdock.workers.model.weights.checkpoint import resolve_model, resolve_tokenizer
+from crossdock.workers.model.weights.checkpoint import resolve_tokenizer
 from crossdock.workers.model.weights.fingerprint import fingerprint
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.engine.calibrate import warm_up
@@ -52,7 +52,7 @@ class ModelStart:
         )
         reached("steps")
         await asyncio.to_thread(check_adapters, engine, spec.lora_modules)
-        folder = await asyncio.to_thread(resolve_model, spec.model.path, spec.model.hf_overrides)
+        folder = await asyncio.to_thread(spec.model.folder)
         checkpoint = engine.model.checkpoint or await asyncio.to_thread(fingerprint, folder)
         machine = await asyncio.to_thread(describe_machine, engine.model, engine.executor.runner.graphs_text)
         machine["experts"] = list(self._experts)
@@ -82,13 +82,14 @@ class ModelStart:
         def on_lost(why: str) -> None:
             event_loop.call_soon_threadsafe(self._lost, why)
 
-        path = await asyncio.to_thread(resolve_tokenizer, spec.tokenizer, spec.model.path)
+        folder = await asyncio.to_thread(spec.model.folder)
+        tokenizer = await asyncio.to_thread(resolve_tokenizer, spec.tokenizer, folder)
         worker_group = WorkerGroup(spec, worker_group_host(), on_lost)
         loaded: asyncio.Future[tuple[Engine, SchedulingProfile]] = event_loop.create_future()
 
         def load() -> None:
             try:
-                engine = engine_of_ranks(worker_group.load(), worker_group, path)
+                engine = engine_of_ranks(worker_group.load(), worker_group, tokenizer)
                 reached("kernels")
                 ready = engine, warm_up(engine)
             except Exception as error:  # mostly because another rank failed, which reports why

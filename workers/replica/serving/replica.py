@@ -17,7 +17,6 @@ from ray.exceptions import RayActorError
 
 from crossdock.kvtransfer.transport import TransportUnavailable
 from crossdock.workers.model.text_files import text_answer
-from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.engine.chunk_log import chunk_logger
 from crossdock.workers.replica.engine.engine import OtherWeights
@@ -165,7 +164,7 @@ async def _started(spec: ReplicaSpec, reached: Callable[[str], None]) -> tuple[o
     from crossdock.workers.replica.serving.text_start import start_text_encoder
 
     reached("libraries")
-    folder = await asyncio.to_thread(resolve_model, spec.model.path, spec.model.hf_overrides)
+    folder = await asyncio.to_thread(spec.model.folder)
     if text_answer(folder) is not None:
         return None, await asyncio.to_thread(start_text_encoder, spec, reached)
     start = ModelStart(spec)

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from crossdock.workers.model.weights.checkpoint import resolve_model, resolve_tokenizer
+from crossdock.workers.model.weights.checkpoint import resolve_tokenizer
 from crossdock.workers.replica.config import EmulatedDevice, ReplicaSpec
 from crossdock.workers.replica.engine.emulated import advertised, emulated_engine
 from crossdock.workers.replica.engine.engine import Engine
@@ -28,8 +28,8 @@ class Started:
 
 def start_emulated(spec: ReplicaSpec, device: EmulatedDevice) -> Started:
     """Return an engine that takes the seconds of a device, and what its replica advertises."""
-    folder = resolve_model(spec.model.path, spec.model.hf_overrides, needs_weights=False)
-    tokenizer = None if spec.tokenizer is None else resolve_tokenizer(spec.tokenizer, spec.model.path)
+    folder = spec.model.folder(needs_weights=False)
+    tokenizer = None if spec.tokenizer is None else resolve_tokenizer(spec.tokenizer, folder)
     engine = emulated_engine(device.profile, spec.engine, folder, spec.model.max_model_len, tokenizer=tokenizer)
     machine = {
         "device": f"emulated {device.name}",

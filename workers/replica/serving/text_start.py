@@ -4,7 +4,6 @@ from collections.abc import Callable
 from typing import Any
 
 from crossdock.workers.model.text_encoder import TextEncoder
-from crossdock.workers.model.weights.checkpoint import resolve_model
 from crossdock.workers.model.weights.fingerprint import fingerprint
 from crossdock.workers.replica.config import ReplicaSpec
 from crossdock.workers.replica.engine.engine_loader import load_text_engine
@@ -23,7 +22,7 @@ def start_text_encoder(spec: ReplicaSpec, reached: Callable[[str], None]) -> Sta
     reached("weights")
     profile = calibrate_texts(engine, encoder)
     reached("steps")
-    folder = resolve_model(spec.model.path, spec.model.hf_overrides)
+    folder = spec.model.folder()
     return Started(engine, profile, fingerprint(folder), _describe(encoder), folder)
 
 

@@ -431,7 +431,7 @@ def vocabulary(pre: str, **also: Any) -> dict[str, Any]:
 def tokens_of(tmp_path: Path, text: str, keys: dict[str, Any]) -> list[str]:
     write(tmp_path / "model.gguf", CASES["llama"], **keys)
     pack_gguf(tmp_path / "model.gguf", tmp_path / "packed")
-    tokenizer = AutoTokenizer.from_pretrained(resolve_tokenizer(None, str(tmp_path / "packed")))
+    tokenizer = AutoTokenizer.from_pretrained(resolve_tokenizer(None, tmp_path / "packed"))
     return list(tokenizer.convert_ids_to_tokens(tokenizer(text)["input_ids"]))
 
 
@@ -466,7 +466,7 @@ def test_tokenizer_that_would_give_other_tokens_is_refused_and_the_model_kept(
     file = tmp_path / "model.gguf"
     write(file, CASES["llama"], **keys)
     with pytest.raises(ValueError, match=re.escape(message)) as refused:
-        resolve_tokenizer(None, str(file))
+        resolve_tokenizer(None, resolve_model(str(file)))
     assert "--tokenizer" in str(refused.value)
     assert load_model(ModelSpec(str(resolve_model(str(file))), "float32"))
 
