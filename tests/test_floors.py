@@ -29,13 +29,14 @@ BELOW = {  # room: the rooms it may import besides itself
     "cluster/config_file.py": {"cluster/config.py", "cluster/yaml_text.py"},
     # Whether a package is installed is asked before Ray starts, too.
     "cluster/serve": {"cluster/api", *CONFIG, *COMMANDS, "cluster/dispatch", "router", "kernels/packages", *WORKERS},
-    # How files of strangers are opened stands in one file, which needs nothing of the model.
+    # How files of strangers are opened, and which models classify, stands in files that need nothing of the model.
     "cluster/api": {
         "cluster/dispatch",
         "cluster/simulate",
         "cluster/yaml_text.py",
         "workers/sandbox",
         "workers/schedule",
+        "workers/model/architecture",
         "workers/model/text_files",
         "workers/model/weights/untrusted",
     },

@@ -1,7 +1,7 @@
 """Read from the configuration of a transformers model what its parts are. No torch."""
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -32,7 +32,7 @@ _WHY_NOT = {
 """Why layers of transformers' other types are refused. docs/models.md names the first step towards each."""
 
 
-def is_classifier(architectures: Any) -> bool:
+def is_classifier(architectures: Any) -> TypeGuard[list[Any]]:
     """Report whether a model classifies texts, by the `architectures` of its config.json: a list, None or a mistake."""
     return isinstance(architectures, list) and bool(architectures) and str(architectures[0]).endswith(LABELS)
 

@@ -9,9 +9,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from crossdock.cluster.api.body.float_tensor import float_tensor
+from crossdock.workers.model.architecture import is_classifier
 from crossdock.workers.model.weights.untrusted import read_json_if_any
 
-_SUFFIX = "ForSequenceClassification"  # of the classes of transformers that have such a head
 _NAME = "score.weight"  # of decoders' heads; text encoders apply theirs in the replica
 Activation: TypeAlias = Literal["softmax", "sigmoid", "none"]
 _NAMED: Mapping[str, Activation] = {"Identity": "none", "Sigmoid": "sigmoid", "Softmax": "softmax"}
@@ -41,10 +41,10 @@ class ClassifierHead:
             ValueError: the head is neither that of a decoder nor of a text encoder, or not as its config.json says.
         """
         names = config.get("architectures")
-        if not isinstance(names, list) or not str(name := next(iter(names), "")).endswith(_SUFFIX):
+        if not is_classifier(names):
             return None
         labels = config.get("id2label") or {"0": "LABEL_0", "1": "LABEL_1"}
-        weight = None if is_encoder else _tensor(model, name)
+        weight = None if is_encoder else _tensor(model, str(names[0]))
         number = len(labels) if weight is None else len(weight)
         if not isinstance(labels, dict) or sorted(labels) != sorted(map(str, range(number))):
             raise ValueError(f"{model / 'config.json'}: id2label must name labels 0 to {number - 1}")
