@@ -9,7 +9,7 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -157,6 +157,12 @@ def assert_greedy(oracle: PreTrainedModel, asked: list[int], tokens: list[int], 
     assert (behind == 0).float().mean() > 0.99
 
 
+def assert_streams_greedy(oracle: PreTrainedModel, streams: "Sequence[Stream]") -> None:
+    """Wait for streams, and assert `assert_greedy` of the tokens of each."""
+    for stream in streams:
+        assert_greedy(oracle, stream.prompt, stream.result(), stream.body["max_tokens"])
+
+
 def prompt(number: int, num_tokens: int) -> list[int]:
     """Return a prompt that shares no first page with those of other numbers."""
     return [(number * 977 + 31 * place * place + 7 * place) % 500 + 100 for place in range(num_tokens)]
@@ -171,7 +177,7 @@ def events(answer: httpx.Response) -> Iterator[str]:
 
 
 class TokenStream(threading.Thread):
-    """One streaming request; `tokens` grows as they come."""
+    """One streaming request, which begins at once; `tokens` grows as they come."""
 
     def __init__(self, url: str, path: str, body: dict[str, Any], name: str = "") -> None:
         super().__init__(daemon=True)
@@ -316,13 +322,38 @@ def wait_until_up(url: str, replicas: int) -> None:
 # -- processes ---------------------------------------------------------------------------------------------------------
 
 
+def actors(kind: str) -> dict[str, dict[str, Any]]:
+    """Return Ray's records of the living actors whose name or class begins with `kind`, by id."""
+    every = ray._private.state.actors().items()  # the public ray.util.state needs Ray's dashboard
+    return {
+        name: actor
+        for name, actor in every
+        if actor["State"] == "ALIVE" and (actor["Name"] or actor["ActorClassName"]).startswith(kind)
+    }
+
+
 def processes(pool: str) -> dict[str, psutil.Process]:
     """Return the live replicas of a pool, by name. Ray may list one that has just ended as alive."""
     prefix = f"SERVE_REPLICA::{APP}#{pool}#"
-    actors = ray._private.state.actors().values()  # the public ray.util.state needs Ray's dashboard
-    alive = [actor for actor in actors if actor["Name"].startswith(prefix) and actor["State"] == "ALIVE"]
-    pids = {actor["Name"].removeprefix(prefix): actor["Pid"] for actor in alive}
+    pids = {actor["Name"].removeprefix(prefix): actor["Pid"] for actor in actors(prefix).values()}
     return {name: psutil.Process(pid) for name, pid in pids.items() if psutil.pid_exists(pid)}
+
+
+def driver_and_follower(pool: str) -> tuple[tuple[str, psutil.Process], tuple[str, psutil.Process]]:
+    """Return the ids and the processes of the two ranks of the only replica of a pool."""
+    ((driver, record),) = actors(f"SERVE_REPLICA::{APP}#{pool}").items()
+    followers = {name: each for name, each in actors("Rank").items() if each["OwnerAddress"] == record["Address"]}
+    ((follower, other),) = followers.items()
+    return (driver, psutil.Process(record["Pid"])), (follower, psutil.Process(other["Pid"]))
+
+
+def lose_rank_in_mid_stream(url: str, oracle: PreTrainedModel) -> None:
+    """Kill the follower of the decode replica while streams run. Assert that all streams end with the right tokens."""
+    _, (_, follower) = driver_and_follower("decode")
+    streams = [Stream(url, prompt(40 + number, 100 + 20 * number), 150) for number in range(8)]
+    eventually(lambda: sum(len(stream.tokens) > 5 for stream in streams) >= 6)
+    follower.kill()
+    assert_streams_greedy(oracle, streams)
 
 
 def everyone() -> list[str]:

@@ -5,20 +5,18 @@ import copy
 import json
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
-import ray
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from crossdock.cluster.serve.rollouts import push_weights
 from tests.cluster.serve.pools import served_pools as pools
-from tests.cluster.serve.pools.served_pools import Stream, assert_greedy, prompt, samples
+from tests.cluster.serve.pools.served_pools import Stream, actors, assert_greedy, assert_streams_greedy, prompt, samples
 from tests.sweeps import rest_in_soak
 from tests.waiting import eventually
 
@@ -56,10 +54,8 @@ def test_prompts_shipped_between_divided_replicas_have_the_tokens_of_one_rank(
     prompts = [prompt(number, length) for number, length in enumerate((1, 16, 40, 130, 300, 513))]
     streams: list[list[Stream]] = []
     for _ in range(4):  # about two of them come to the pair
-        with ThreadPoolExecutor(len(prompts)) as threads:
-            streams.append(list(threads.map(lambda tokens: Stream(url, tokens), prompts)))
-        for asked, stream in zip(prompts, streams[-1], strict=True):
-            assert_greedy(oracle, asked, stream.result(), 24)
+        streams.append([Stream(url, tokens) for tokens in prompts])
+        assert_streams_greedy(oracle, streams[-1])
     pools.wait_until_whole(url)
     for replica in httpx.get(f"{url}/v1/replicas", timeout=240).json()["data"]:
         assert replica["profile"]["page_bytes"] == PAGE_BYTES
@@ -79,43 +75,27 @@ def transferred(url: str, direction: str) -> float:
     return eventually(lambda: sum(samples(url, name).values()))
 
 
-def actors(kind: str) -> dict[str, dict[str, Any]]:
-    """Return Ray's records of the living actors whose name or class begins with `kind`, by id."""
-    every = ray._private.state.actors().items()
-    return {
-        name: actor
-        for name, actor in every
-        if actor["State"] == "ALIVE" and (actor["Name"] or actor["ActorClassName"]).startswith(kind)
-    }
-
-
 @pytest.mark.parametrize("harm", rest_in_soak([signal.SIGKILL, signal.SIGSTOP], signal.SIGSTOP))
 def test_rank_lost_under_load_ends_its_replica_alone(url: str, oracle: PreTrainedModel, harm: signal.Signals) -> None:
     """By kill -9, and by a hang. Its requests go on elsewhere, token for token; a new replica comes up whole; no
     process is left behind."""
     prompts = [prompt(number + 40 * (harm is signal.SIGSTOP), 100 + 20 * number) for number in range(12)]
-    ((replica, driver),) = actors(f"SERVE_REPLICA::{pools.APP}#decode").items()
-    followers = actors("Rank")
-    (rank,) = (each for each, actor in followers.items() if actor["OwnerAddress"] == driver["Address"])
+    (replica, driver), (rank, follower) = pools.driver_and_follower("decode")
+    followers = actors("Rank").keys()
     (name,) = pools.processes("decode")
-    with ThreadPoolExecutor(12) as threads:
-        streams = list(threads.map(lambda tokens: Stream(url, tokens, 200), prompts))
+    streams = [Stream(url, tokens, 200) for tokens in prompts]
     eventually(lambda: sum(len(stream.tokens) > 5 for stream in streams) >= 10)
     assert pools.sample_of(url, "crossdock_output_tokens_total", name) > 0
-    lost = [psutil.Process(actor["Pid"]) for actor in (driver, followers[rank])]
-    lost[1].send_signal(harm)
-    for asked, stream in zip(prompts, streams, strict=True):
-        assert_greedy(oracle, asked, stream.result(), 200)
+    follower.send_signal(harm)
+    assert_streams_greedy(oracle, streams)
     assert any(len(stream.timelines()) > 0 for stream in streams)
-    _, alive = psutil.wait_procs(lost, timeout=240)
+    _, alive = psutil.wait_procs([driver, follower], timeout=240)
     assert not alive, json.dumps([process.cmdline() for process in alive])
     eventually(lambda: len(actors("Rank")) == 2 and pools.processes("decode"))
     pools.wait_until_whole(url)
-    assert followers.keys() - actors("Rank").keys() == {rank}, "the ranks of the other replica go on"
+    assert followers - actors("Rank").keys() == {rank}, "the ranks of the other replica go on"
     assert replica not in actors("SERVE_REPLICA")
-    again = prompt(99, 50)
-    for stream in [Stream(url, again, 50) for _ in range(4)]:
-        assert_greedy(oracle, again, stream.result(), 50)
+    assert_streams_greedy(oracle, [Stream(url, prompt(99, 50), 50) for _ in range(4)])
 
 
 def test_pushed_weights_are_those_of_all_ranks_and_those_of_a_rank_that_was_lost(
@@ -131,20 +111,17 @@ def test_pushed_weights_are_those_of_all_ranks_and_those_of_a_rank_that_was_lost
     asked = prompt(200, 60)
 
     def answers(count: int) -> list[list[int]]:
-        with ThreadPoolExecutor(count) as threads:
-            return [stream.result() for stream in list(threads.map(lambda _: Stream(url, asked), range(count)))]
+        return [stream.result() for stream in [Stream(url, asked) for _ in range(count)]]
 
     [old] = answers(1)
     assert push_weights(other.named_parameters(), "other", app_name=pools.APP) == "other"
     for tokens in answers(6):
         assert tokens != old
         assert_greedy(other, asked, tokens, 24)
-    ((name, lost),) = pools.processes("decode").items()
-    followers = actors("Rank")
-    ((_, driver),) = actors(f"SERVE_REPLICA::{pools.APP}#decode").items()
-    (rank,) = (actor for actor in followers.values() if actor["OwnerAddress"] == driver["Address"])
-    psutil.Process(rank["Pid"]).kill()
-    psutil.wait_procs([lost], timeout=240)
+    (name,) = pools.processes("decode")
+    (_, driver), (_, follower) = pools.driver_and_follower("decode")
+    follower.kill()
+    psutil.wait_procs([driver], timeout=240)
     for tokens in answers(6):
         assert_greedy(other, asked, tokens, 24)
 

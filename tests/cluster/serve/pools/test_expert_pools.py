@@ -4,18 +4,14 @@ rank is killed in the middle of streams, while experts move between ranks.
 The experts are packed in groups that slices would divide, so that ranks with slices would not start.
 """
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 
 from crossdock.cluster.serve.summary import summary
 from tests.cluster.serve.pools import served_pools as pools
-from tests.cluster.serve.pools.served_pools import Stream, assert_greedy, prompt
-from tests.cluster.serve.pools.test_divided_pair import actors
-from tests.waiting import eventually
+from tests.cluster.serve.pools.served_pools import Stream, assert_streams_greedy, prompt
 from tests.workers.model.weights.test_packed_checkpoints import write_experts
 from tests.workers.quantised import CASES
 
@@ -43,8 +39,7 @@ def test_start_without_a_word_on_experts_says_both_ways_and_serves_by_one(
         assert [line.split()[1] for line in lines] == ["slices:", "whole:"]
         assert all(" MiB a rank; measured " in line for line in lines)
         assert sum(line.endswith(": chosen") for line in lines) == 1
-        asked = prompt(0, 40)
-        assert_greedy(oracle, asked, Stream(url, asked).result(), 24)
+        assert_streams_greedy(oracle, [Stream(url, prompt(0, 40))])
 
 
 def test_ranks_with_whole_experts_in_pools_have_the_tokens_of_one_rank_when_a_rank_is_killed(
@@ -54,22 +49,9 @@ def test_ranks_with_whole_experts_in_pools_have_the_tokens_of_one_rank_when_a_ra
     tokenizers["byte_level"].save_pretrained(tmp_path / "packed")
     settings = {"engine.max_num_batched_tokens": 128, "transfer.deadline_s": 30, "router.policy": "round-robin"}
     with pools.deployment(tmp_path / "packed", POOLS, settings) as url:
-        prompts = [prompt(number, length) for number, length in enumerate((16, 40, 130, 300))]
-        with ThreadPoolExecutor(len(prompts)) as threads:
-            streams = list(threads.map(lambda tokens: Stream(url, tokens), prompts))
-        for asked, stream in zip(prompts, streams, strict=True):
-            assert_greedy(oracle, asked, stream.result(), 24)
+        streams = [Stream(url, prompt(number, length)) for number, length in enumerate((16, 40, 130, 300))]
+        assert_streams_greedy(oracle, streams)
         legs = [leg for stream in streams for leg in stream.timelines() if leg["transfers"]]
         assert any(transfer["num_bytes"] for leg in legs for transfer in leg["transfers"]), "prompts are shipped"
         pools.wait_until_whole(url, 3)
-
-        ((_, driver),) = actors(f"SERVE_REPLICA::{pools.APP}#decode").items()
-        followers = actors("Rank").values()
-        (rank,) = (each for each in followers if each["OwnerAddress"] == driver["Address"])
-        again = [prompt(40 + number, 100 + 20 * number) for number in range(8)]
-        with ThreadPoolExecutor(len(again)) as threads:
-            streams = list(threads.map(lambda tokens: Stream(url, tokens, 150), again))
-        eventually(lambda: sum(len(stream.tokens) > 5 for stream in streams) >= 6)
-        psutil.Process(rank["Pid"]).kill()
-        for asked, stream in zip(again, streams, strict=True):
-            assert_greedy(oracle, asked, stream.result(), 150)
+        pools.lose_rank_in_mid_stream(url, oracle)

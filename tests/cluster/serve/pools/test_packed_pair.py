@@ -2,7 +2,6 @@
 
 Their tokens are those of transformers' model of the dequantised weights."""
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ import httpx
 import pytest
 
 from tests.cluster.serve.pools import served_pools as pools
-from tests.cluster.serve.pools.served_pools import Stream, assert_greedy, prompt
+from tests.cluster.serve.pools.served_pools import Stream, assert_streams_greedy, prompt
 from tests.workers.architectures import build
 from tests.workers.quantised import CASES, pack
 
@@ -24,13 +23,10 @@ def test_packed_weights_on_pools_and_ranks_give_the_tokens_of_the_dequantised_mo
 ) -> None:
     tokenizers["byte_level"].save_pretrained(tmp_path)
     oracle = pack(tmp_path, CASES["awq"], build("llama", SIZES | {"max_position_embeddings": 4096}))
-    prompts = [prompt(number, length) for number, length in enumerate((16, 130, 300))]
     settings = {"engine.kv_cache_memory": "150MiB", "engine.max_num_batched_tokens": 128, "transfer.deadline_s": 30}
     with pools.deployment(tmp_path, POOLS, settings) as url:
-        with ThreadPoolExecutor(len(prompts)) as threads:
-            streams = list(threads.map(lambda tokens: Stream(url, tokens), prompts))
-        for asked, stream in zip(prompts, streams, strict=True):
-            assert_greedy(oracle, asked, stream.result(), 24)
+        streams = [Stream(url, prompt(number, length)) for number, length in enumerate((16, 130, 300))]
+        assert_streams_greedy(oracle, streams)
         replicas = httpx.get(f"{url}/v1/replicas", timeout=240).json()["data"]
     plain = sum(parameter.nbytes for parameter in oracle.parameters())
     held = sorted(replica["machine"]["weights"] for replica in replicas)

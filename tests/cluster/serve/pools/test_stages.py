@@ -1,21 +1,17 @@
 """Pools whose replicas are all of two pipeline stages, over HTTP: a mixture of experts has the tokens of transformers,
 within one replica and shipped from stages to stages, also when a stage is killed in mid-stream."""
 
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import httpx
-import psutil
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.cluster.serve.pools import served_pools as pools
-from tests.cluster.serve.pools.served_pools import Stream, assert_greedy, prompt
-from tests.cluster.serve.pools.test_divided_pair import actors
+from tests.cluster.serve.pools.served_pools import Stream, assert_streams_greedy, prompt
 from tests.sweeps import rest_in_soak
-from tests.waiting import eventually
 from tests.workers.architectures import SERVED, build
 
 STAGES: dict[str, Any] = {"pipeline_parallel_size": 2, "rank_timeout_s": 10}
@@ -41,22 +37,11 @@ def test_stages_over_http_have_the_tokens_of_transformers_also_when_a_stage_is_k
         assert [each["profile"]["pipeline_parallel_size"] for each in replicas] == [2, 2, 2]
         prompts = [prompt(number, length) for number, length in enumerate((1, 16, 40, 130, 300, 513))]
         for _ in range(2):  # each prompt comes to the pair and to the mixed replica, or finds cached pages there
-            with ThreadPoolExecutor(len(prompts)) as threads:
-                streams = list(threads.map(lambda tokens: Stream(url, tokens), prompts))
-            for asked, stream in zip(prompts, streams, strict=True):
-                assert_greedy(oracle, asked, stream.result(), 24)
+            streams = [Stream(url, tokens) for tokens in prompts]
+            assert_streams_greedy(oracle, streams)
         legs = [leg for stream in streams for leg in stream.timelines()]
         assert any(transfer["num_bytes"] for leg in legs for transfer in leg["transfers"]), "prompts are shipped"
         assert any(not leg["transfers"] for leg in legs), "prompts stay on the mixed replica"
         pools.wait_until_whole(url, 3)
-
-        ((_, driver),) = actors(f"SERVE_REPLICA::{pools.APP}#decode").items()
-        (stage,) = (each for each in actors("Rank").values() if each["OwnerAddress"] == driver["Address"])
-        again = [prompt(40 + number, 100 + 20 * number) for number in range(8)]
-        with ThreadPoolExecutor(len(again)) as threads:
-            streams = list(threads.map(lambda tokens: Stream(url, tokens, 150), again))
-        eventually(lambda: sum(len(stream.tokens) > 5 for stream in streams) >= 6)
-        psutil.Process(stage["Pid"]).kill()
-        for asked, stream in zip(again, streams, strict=True):
-            assert_greedy(oracle, asked, stream.result(), 150)
+        pools.lose_rank_in_mid_stream(url, oracle)
         pools.wait_until_whole(url, 3)

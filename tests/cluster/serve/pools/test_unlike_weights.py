@@ -4,7 +4,6 @@ Each stream has the tokens of one format alone, by transformers' models of both:
 where an upgrade replaces one format with the other."""
 
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +51,7 @@ def two_formats(fp8: Path) -> tuple[dict[str, Any], ...]:
 def began(url: str, count: int, first: int) -> list[tuple[list[int], Stream]]:
     """Return so many prompts and their streams, each of which has some tokens."""
     prompts = [prompt(first + number, 40 + number) for number in range(count)]
-    with ThreadPoolExecutor(count) as threads:
-        streams = list(threads.map(lambda tokens: Stream(url, tokens, LENGTH), prompts))
+    streams = [Stream(url, tokens, LENGTH) for tokens in prompts]
     eventually(lambda: all(len(stream.tokens) > 5 for stream in streams), lambda: [each.error for each in streams])
     return list(zip(prompts, streams, strict=True))
 
