@@ -71,6 +71,7 @@ BELOW = {  # room: the rooms it may import besides itself
     "workers/report": {
         "workers/schedule",
         "kvtransfer",
+        "workers/model/architecture",
         "workers/model/weights/scheme",
         "workers/model/weights/untrusted",
     },

@@ -1,15 +1,14 @@
 """Check a checkpoint by its files alone, before Ray starts and without torch."""
 
-from collections.abc import Mapping
 from functools import lru_cache
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
 
+from crossdock.workers.model.architecture import decoder_fields
 from crossdock.workers.model.loaders.objects import bytes_of_weights
 from crossdock.workers.model.text_files import text_answer
-from crossdock.workers.model.weights.scheme import DECODERS, PLAIN, Scheme, check_asked, scheme_at
+from crossdock.workers.model.weights.scheme import PLAIN, Scheme, check_asked, scheme_at
 from crossdock.workers.model.weights.untrusted import check_index, read_config_file
 
 _TOKENIZERS = ("tokenizer*", "vocab.*", "*.model", "*.tiktoken", "tekken.json")  # files of which one is enough
@@ -64,12 +63,6 @@ def require_same_model(folder: Path, other: Path) -> None:
                 f"{other} has {field} {theirs.get(field)!r} and {folder} {ours.get(field)!r}; pools serve one model, "
                 f"in formats of their own"
             )
-
-
-def decoder_fields(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config.json. Fields of its decoder, which is `text_config`, win over outer fields."""
-    inner = [config.get(name) for name in DECODERS]
-    return {**config, **{field: value for each in inner if isinstance(each, dict) for field, value in each.items()}}
 
 
 def describe_weights(folder: Path, scheme: Scheme) -> str:

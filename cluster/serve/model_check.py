@@ -13,9 +13,8 @@ from typing import Any
 from pydantic import ByteSize
 
 from crossdock.cluster.config import ClusterConfig, PoolConfig
-from crossdock.cluster.serve.checkpoint_check import decoder_fields
 from crossdock.kernels.packages import has_package, require_backend
-from crossdock.workers.model.architecture import require_served_layers
+from crossdock.workers.model.architecture import decoder_fields, require_served_layers
 from crossdock.workers.model.context_length import longest_request, own_length
 from crossdock.workers.model.loaders.objects import origin_of
 from crossdock.workers.model.lora.adapter_files import read_adapter

@@ -5,14 +5,10 @@ import os
 from pathlib import Path
 
 from crossdock.cluster.config import ClusterConfig, PoolConfig
-from crossdock.cluster.serve.checkpoint_check import (
-    check_checkpoint,
-    decoder_fields,
-    describe_weights,
-    require_same_model,
-)
+from crossdock.cluster.serve.checkpoint_check import check_checkpoint, describe_weights, require_same_model
 from crossdock.cluster.serve.gpus import check_cores_suffice, check_gpus_suffice, check_memory_suffices, with_num_gpus
 from crossdock.cluster.serve.model_check import check_model
+from crossdock.workers.model.architecture import decoder_fields
 from crossdock.workers.model.loaders.objects import bytes_of_weights
 from crossdock.workers.model.memory.host_memory import free_on_host
 from crossdock.workers.model.text_files import text_answer

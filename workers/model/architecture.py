@@ -1,12 +1,13 @@
 """Read from the configuration of a transformers model what its parts are. No torch."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
 LABELS = "ForSequenceClassification"  # the end of the classes of transformers that give a number for each label
+DECODERS = ("text_config", "llm_config")  # parts of config.json with a decoder's fields, where there are other parts
 ATTENTION_NAME = "crossdock"  # under which transformers knows our attention
 
 RECURRENT_TYPES = frozenset({"linear_attention", "conv", "hybrid", "hybrid_sliding"})
@@ -30,6 +31,15 @@ _WHY_NOT = {
     "heavily_compressed_attention": _BLOCKS,
 }
 """Why layers of transformers' other types are refused. docs/models.md names the first step towards each."""
+
+
+def decoder_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of a config.json. Those of its decoder, where it has a part of its own, win over outer ones."""
+    found = dict(fields)
+    for name in DECODERS:
+        if isinstance(part := fields.get(name), Mapping):
+            found |= part
+    return found
 
 
 def is_classifier(architectures: Any) -> TypeGuard[list[Any]]:

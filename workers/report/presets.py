@@ -36,7 +36,8 @@ from pathlib import Path
 
 from pydantic import ValidationError
 
-from crossdock.workers.model.weights.scheme import DECODERS, loaded_scheme, scheme_at
+from crossdock.workers.model.architecture import decoder_fields
+from crossdock.workers.model.weights.scheme import loaded_scheme, scheme_at
 from crossdock.workers.model.weights.untrusted import read_config_file
 from crossdock.workers.report.expert_division import ProductRates
 from crossdock.workers.report.model_figures import (
@@ -181,7 +182,6 @@ def estimate(gpu: str, folder: Path, quantization: str | None = None) -> Schedul
     try:
         fields = read_config_file(folder)
         scheme = loaded_scheme(quantization, scheme_at(folder))
-        inner = [each for name in DECODERS if isinstance(each := fields.get(name), dict)]
 
         def stored(matrix: str) -> StoredNumber:
             form = scheme.form_of(matrix)
@@ -190,7 +190,7 @@ def estimate(gpu: str, folder: Path, quantization: str | None = None) -> Schedul
             shared = (form.group or 1 << 20) * (form.block_rows or 1 << 20)
             return StoredNumber(_BYTES[form.kind] + form.scale_bytes / shared, form.kind == "e4m3")
 
-        model = figures_of(fields | (inner[0] if inner else {}), stored)
+        model = figures_of(decoder_fields(fields), stored)
     except OSError as error:
         raise ValueError(f"profile: {name}: config.json cannot be read: {error.strerror}") from None
     except ValueError as error:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from crossdock.workers.model.architecture import DECODERS
 from crossdock.workers.model.context_length import BASE, STAYS
-from crossdock.workers.model.weights.scheme import DECODERS, KEYS
+from crossdock.workers.model.weights.scheme import KEYS
 from crossdock.workers.model.weights.untrusted import read_config_file
 
 _ROTATION = ("rope_parameters", "rope_scaling")  # newer and older name of one field

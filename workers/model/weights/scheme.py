@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from crossdock.kernels.options import CHECKPOINT_METHODS, CodeKind
+from crossdock.workers.model.architecture import DECODERS
 from crossdock.workers.model.weights.patterns import NamePattern, Steps
 from crossdock.workers.model.weights.untrusted import read_config_file, read_json
 
@@ -162,8 +163,6 @@ def quantisation(config: Mapping[str, Any]) -> Any:
 
 
 KEYS = ("quantization_config", "compression_config")
-DECODERS = ("text_config", "llm_config")
-"""Parts of config.json with the fields of the decoder, of models that have another part as well."""
 _MOST_NAMES = 1 << 13  # of modules, in one configuration
 _MOST_STEPS = 1 << 26  # of all patterns of one configuration; 20,000 linears take 40 each of an ordinary pattern
 
