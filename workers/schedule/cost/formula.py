@@ -11,6 +11,7 @@ Floats: TypeAlias = NDArray[np.float64]
 Figure = TypeVar("Figure", float, Floats)
 
 
+@dataclass(frozen=True)
 class CostFormula(Generic[Figure]):
     """Predicts the seconds of steps; `StepCost` says what the coefficients mean.
 
@@ -114,23 +115,8 @@ class CostFormula(Generic[Figure]):
         return self.chunk_step_seconds(start + before, end - start - before, adapter)
 
 
-@dataclass(frozen=True, slots=True)
 class StepCosts(CostFormula[Floats]):
     """The coefficients of many replicas, `[replica]` each."""
-
-    base: Floats
-    per_prefill_token: Floats
-    per_attended: Floats
-    per_decode: Floats
-    per_context: Floats
-    breakpoint_rows: Floats
-    per_early_row: Floats
-    least_with_chunk: Floats
-    per_chunk_context: Floats
-    per_adapter: Floats
-    per_adapted: Floats
-    most_context: Floats
-    per_far: Floats
 
     larger = staticmethod(np.maximum)
     smaller = staticmethod(np.minimum)
