@@ -339,14 +339,14 @@ class ReplicaTable:
 
     def _allocate(self, capacity: int) -> None:
         """Make arrays for `capacity` slots and the present classes. Every row must be made again."""
-        new = np.zeros(capacity - len(self.by_slot))
-        self.by_slot += [None] * len(new)
-        self.groups = np.append(self.groups, new.astype(np.int64))
-        self.name_hashes = np.append(self.name_hashes, new.astype(np.uint32))
-        self.roles = np.append(self.roles, new.astype(np.int64) - 1)
-        self.heard_at = np.append(self.heard_at, new + inf)
-        self.news_at = np.append(self.news_at, new)
-        self.sends_until = np.append(self.sends_until, new)
+        more = capacity - len(self.by_slot)
+        self.by_slot += [None] * more
+        self.groups = np.append(self.groups, np.zeros(more, dtype=np.int64))
+        self.name_hashes = np.append(self.name_hashes, np.zeros(more, dtype=np.uint32))
+        self.roles = np.append(self.roles, np.full(more, -1))
+        self.heard_at = np.append(self.heard_at, np.full(more, inf))
+        self.news_at = np.append(self.news_at, np.zeros(more))
+        self.sends_until = np.append(self.sends_until, np.zeros(more))
         self.loads = blank(capacity, self.classes)
         for replica in self.by_name.values():
             replica.paces.clear()

@@ -260,7 +260,7 @@ class HeadDrafter:
     def observe(self, batch: Batch, hidden: Tensor | None) -> None:
         """Take the states of a computed step. The head's share of a chunk counts in the step's seconds.
 
-        hidden: see `DraftingHead.states_of`.
+        `hidden`: see `DraftingHead.states_of`.
         """
         states = self.head.states_of(hidden)
         self._next = None

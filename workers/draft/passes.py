@@ -82,7 +82,7 @@ class DraftPasses:
     def seconds(self, num_streams: int, num_tokens: int, first: StepWork | None = None) -> float:
         """Return the predicted seconds to draft for `num_streams`, the longest draft having `num_tokens`.
 
-        first: work of the first draft of a stream, in the mean; None: the two newest tokens, after as many as in the
+        `first`: work of the first draft of a stream, in the mean; None: the two newest tokens, after as many as in the
         last pass. Each further draft computes the draft before it.
         """
         if num_tokens <= 0:

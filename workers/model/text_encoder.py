@@ -6,6 +6,7 @@ transformers' own modules compute. Only attention is ours: it keeps the texts of
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -230,8 +231,8 @@ def _prove(encoder: TextEncoder) -> None:
 def _attend(
     module: nn.Module,
     query: Tensor,  # [1, H, T, D]
-    key: Tensor,  # [1, H, T, D]
-    value: Tensor,  # [1, H, T, D]
+    key: Tensor,  # [1, K, T, D]: each of K heads is read by as many of H
+    value: Tensor,  # [1, K, T, D]
     attention_mask: Tensor | None,
     text_lengths: Sequence[int],
     scaling: float | None = None,
@@ -245,16 +246,19 @@ def _attend(
     assert attention_mask is None, (
         "transformers makes masks for the implementations in its mask interface alone; ours is none of them"
     )
+    attend = partial(scaled_dot_product_attention, scale=scaling, enable_gqa=query.shape[1] != key.shape[1])
     parts = []
     for q, k, v in zip(*(torch.split(each, list(text_lengths), 2) for each in (query, key, value)), strict=True):
         if sliding_window is None or q.shape[2] < sliding_window:
-            parts.append(scaled_dot_product_attention(q, k, v, scale=scaling, enable_gqa=_shares_keys(q, k)))
+            parts.append(attend(q, k, v))
         else:
-            parts += _in_windows(q, k, v, sliding_window - 1, scaling)
+            parts += _in_windows(attend, q, k, v, sliding_window - 1)
     return torch.cat(parts, 2).transpose(1, 2), None
 
 
-def _in_windows(query: Tensor, key: Tensor, value: Tensor, distance: int, scaling: float | None) -> list[Tensor]:
+def _in_windows(
+    attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, distance: int
+) -> list[Tensor]:
     """Return the attention of blocks of one text's tokens, each of which sees tokens up to `distance` away."""
     length = query.shape[2]
     places = torch.arange(length, device=query.device)
@@ -264,14 +268,8 @@ def _in_windows(query: Tensor, key: Tensor, value: Tensor, distance: int, scalin
         first, last = max(start - distance, 0), min(stop + distance, length)
         is_seen = (places[start:stop, None] - places[first:last]).abs() <= distance
         rows = query[:, :, start:stop], key[:, :, first:last], value[:, :, first:last]
-        shares = _shares_keys(query, key)
-        parts.append(scaled_dot_product_attention(*rows, attn_mask=is_seen, scale=scaling, enable_gqa=shares))
+        parts.append(attend(*rows, attn_mask=is_seen))
     return parts
-
-
-def _shares_keys(query: Tensor, key: Tensor) -> bool:
-    """Return whether several heads of queries read one head of keys."""
-    return query.shape[1] != key.shape[1]
 
 
 AttentionInterface.register(_ATTENTION, _attend)

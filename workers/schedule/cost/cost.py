@@ -57,13 +57,13 @@ class StepWork(NamedTuple):
             tokens += num_tokens
             attended += num_tokens * (start + num_tokens / 2)
             context += start
-        return cls(tokens, attended, len(decode_contexts), sum(decode_contexts), 0, context)
+        return cls(tokens, attended, len(decode_contexts), sum(decode_contexts), chunk_context=context)
 
     @classmethod
     def of_streams(cls, count: float, context: float, adapters: AdapterWork, parts: float = 1) -> "StepWork":
         """Return the work of a step that decodes one in `parts` of so many streams, with `context` tokens in total."""
         own, adapted = adapters
-        return cls(0, 0.0, count / parts, context / parts, 0, 0, own / parts, adapted / parts)
+        return cls(decodes=count / parts, context=context / parts, adapters=own / parts, adapted=adapted / parts)
 
     @property
     def rows(self) -> float:

@@ -144,9 +144,12 @@ class Submission:
     def page_salt(self) -> str:
         """Return the salt of the request's pages: only requests with equal salts and equal weights share pages.
 
-        Whose weights computed them stands before a character 0. No salt of a client looks like that.
+        What computes the pages, an adapter or an update's weights, stands before a character 0. A client's salt that
+        has such a character gets one more in front, so that it looks like neither.
         """
-        salt = f"\0{self.cache_salt}" if "\0" in self.cache_salt else self.cache_salt
+        salt = self.cache_salt
         if self.adapter is not None:
-            salt = f"{self.adapter.fingerprint}\0{self.cache_salt}"
+            salt = f"{self.adapter.fingerprint}\0{salt}"
+        elif "\0" in salt:
+            salt = f"\0{salt}"
         return f"weights {self.weights}\0{salt}" if self.weights else salt
