@@ -29,7 +29,7 @@ from crossdock.workers.schedule.table import RequestTable
 
 
 class PromptGroup(NamedTuple):
-    """Unfinished prompts of one turn, class and tenant. `seconds`: of each prompt."""
+    """Unfinished prompts of one urgency, class and tenant. `seconds`: of each prompt."""
 
     first: Request
     seconds: list[float]
@@ -39,12 +39,12 @@ class FirstToken(NamedTuple):
     """Predicts the first token of a prompt, in seconds."""
 
     ttft: float  # until it comes
-    delays: float  # by which it delays the first tokens of longer prompts of its turn, of all together
+    delays: float  # by which it delays the first tokens of longer prompts as urgent as it, of all together
     alone: float  # until it would come on an idle replica
 
 
 _Groups: TypeAlias = dict[tuple[tuple[int, int], int, str], PromptGroup]
-"""By turn, class and tenant."""
+"""By urgency, class and tenant."""
 
 
 @dataclass(slots=True)
@@ -91,13 +91,13 @@ class Forecast:
         equals = list[float]()
         rivals = list[tuple[Request, float]]()
         tenants = self.table.tenants
-        for (turn, _, _), group in self._backlog().items():
+        for (urgency, _, _), group in self._backlog().items():
             if tenants.in_use and tenants.are_rivals(request, group.first):
                 rivals.append((group.first, sum(group.seconds)))
-            elif turn < request.urgency:
+            elif urgency < request.urgency:
                 ahead += sum(group.seconds)
-                turns += sum(group.seconds) if turn[0] == request.priority else 0.0
-            elif turn == request.urgency:
+                turns += sum(group.seconds) if urgency[0] == request.priority else 0.0
+            elif urgency == request.urgency:
                 equals += group.seconds
         delays = 0.0
         if self.cost is not None:
@@ -121,7 +121,7 @@ class Forecast:
         return float(rivals_seconds(turns, waiting))
 
     def _backlog(self) -> "_Groups":
-        """Return the seconds of all unfinished prompts, by turn, class and tenant.
+        """Return the seconds of all unfinished prompts, by urgency, class and tenant.
 
         Between two steps prompts only arrive, sometimes by the thousand: the seconds of each are computed once, and a
         prompt that arrives is compared with groups, not with each prompt.
@@ -141,7 +141,7 @@ class Forecast:
 
     def _add(self, groups: "_Groups", prompts: Iterable[Request]) -> None:
         for prompt in prompts:
-            key = self._turn(prompt), prompt.priority, prompt.tenant
+            key = self.table.urgency(prompt), prompt.priority, prompt.tenant
             groups.setdefault(key, PromptGroup(prompt, [])).seconds.append(self.prefill_seconds(prompt))
 
     def in_flight_seconds(self) -> float:
@@ -153,9 +153,6 @@ class Forecast:
     def factor(self, request: Request) -> float:
         """Return the factor by which a chunk of the prompt takes longer than other chunks of its length."""
         return self.scored_factor if request.sampling.prompt_logprobs is not None else 1.0
-
-    def _turn(self, request: Request) -> tuple[int, int]:
-        return (-1, 0) if self.table.is_starving(request) else request.urgency
 
     def charge(self, batch: Batch) -> None:
         """Charge what a step that begins takes beyond its chunks, which were charged as they were chosen.

@@ -271,7 +271,7 @@ class Scheduler:
         self.table.begin_step(now)
         self.table.needs_preemption = False
         if self.encoding.capacity:
-            self.encoding.begin_step(self.table.is_starving)
+            self.encoding.begin_step(self.table.urgency)
         streams = streams or _choose_streams(self.forecast)
         decodes = self._grow(streams.chosen)
         prefills = self._prefills.candidates(streams.prefilling)

@@ -125,8 +125,12 @@ class RequestTable:
         return min([classes[priority].ttft_s for priority in in_use or range(len(classes))])
 
     def is_starving(self, request: Request) -> bool:
-        """Return whether the request has waited so long that it goes before all classes."""
+        """Return whether a request starves, see `policies.order.is_starving`."""
         return is_starving(request, self.now, self.config.starvation_s, self.tenants)
+
+    def urgency(self, request: Request) -> tuple[int, int]:
+        """Return the urgency of a request, the lower the more urgent: one that starves goes before all classes."""
+        return (-1, 0) if self.is_starving(request) else request.urgency
 
     def is_full(self, request: Request) -> bool:
         """Return whether the newest token of a request is the last that it may have."""

@@ -16,6 +16,7 @@ from crossdock.workers.schedule.policies.chunk_policies import NOTHING_LENT
 from crossdock.workers.schedule.request.request import Request, Status
 from crossdock.workers.schedule.request.slo import DEFAULT_CLASSES
 from crossdock.workers.schedule.request.submission import Overloaded
+from crossdock.workers.schedule.table import RequestTable
 from tests.workers.schedule.model_free_replica import CLASSES, COST, new_timed_replica
 
 
@@ -152,14 +153,14 @@ def test_thousand_prompts_that_arrive_between_two_steps_look_at_each_other_a_few
 ) -> None:
     """A replica that compares each prompt with all that wait takes 10 s for 2,048 vectors, and seems to be lost."""
     num_looks = 0
-    turn = Forecast._turn
+    urgency = RequestTable.urgency
 
-    def counted(forecast: Forecast, request: Request) -> tuple[int, int]:
+    def counted(table: RequestTable, request: Request) -> tuple[int, int]:
         nonlocal num_looks
         num_looks += 1
-        return turn(forecast, request)
+        return urgency(table, request)
 
-    monkeypatch.setattr(Forecast, "_turn", counted)
+    monkeypatch.setattr(RequestTable, "urgency", counted)
     replica = new_timed_replica()
     replica.add("running", 300)
     replica.step()

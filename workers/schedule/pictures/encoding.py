@@ -65,7 +65,7 @@ class Encoding:
     _num_rows: int = 0
     _readers: dict[bytes, dict[str, Request]] = field(default_factory=dict)  # requests inside the item, by content
     _in_step: set[str] = field(default_factory=set)  # ids of the requests with a chunk in this step
-    _is_starving: Callable[[Request], bool] = lambda _: False  # as given to `begin_step`
+    _urgency: Callable[[Request], tuple[float, float]] = lambda request: request.urgency  # as given to `begin_step`
     _evicted: list[bytes] = field(default_factory=list)  # for the next step, as `_planned`
     _planned: dict[bytes, Item] = field(default_factory=dict)
     _first_without_room: str = ""  # request id: the first in this step that stands still, because others hold the rows
@@ -133,13 +133,13 @@ class Encoding:
 
     # -- planning --------------------------------------------------------------------------------------------------
 
-    def begin_step(self, is_starving: Callable[[Request], bool] = lambda _: False) -> None:
+    def begin_step(self, urgency: Callable[[Request], tuple[float, float]] = lambda request: request.urgency) -> None:
         """Let go of embeddings whose requests have passed the item, have ended or lost their pages.
 
-        `is_starving`: whether a request has waited so long that it goes before all classes.
+        `urgency`: of a request, see `RequestTable.urgency`.
         """
         self._first_without_room = ""
-        self._is_starving = is_starving
+        self._urgency = urgency
         self._in_step.clear()
         for content_hash, readers in list(self._readers.items()):
             for name, request in list(readers.items()):
@@ -261,9 +261,6 @@ class Encoding:
             for content_hash, readers in self._readers.items()
             if any(each.id in self._in_step or self._urgency(each) <= urgency for each in readers.values())
         }
-
-    def _urgency(self, request: Request) -> tuple[float, float]:
-        return (-1, 0) if self._is_starving(request) else request.urgency
 
     def _most_urgent_reader(self, content_hash: bytes) -> tuple[float, float]:
         return min(map(self._urgency, self._readers.get(content_hash, {}).values()), default=(inf, 0))
