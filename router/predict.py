@@ -258,9 +258,7 @@ def _room_wait(loads: Any, priority: int, rest: Any, own: Any, age: Any) -> Any:
     ends = np.where(is_first, loads.ends[FIRST], loads.ends[BEHIND])
     needs, waited = loads.lacking
     passed = np.where((needs <= pages) & ~is_first, waited, 0.0).max(axis=0)
-    until_free = _until_free(
-        loads, ends, pages - loads.room.free_pages[priority], 1 - loads.room.free_slots[priority], age
-    )
+    until_free = _until_free(ends, pages - loads.room.free_pages[priority], 1 - loads.room.free_slots[priority], age)
     wait: Floats = np.where(lacks, np.maximum(until_free - age, passed), 0.0)
     return wait
 
@@ -277,13 +275,13 @@ def _page_delays(loads: Any, priority: int, rest: Any, own: Any, age: Any) -> An
         return np.zeros(len(rest))
     missing = loads.room.pages_lacking - loads.room.free_pages[priority]
     with_rest = missing + _pages(loads, rest)
-    now, then = [_until_free(loads, loads.ends[FIRST], each, 1.0, age) for each in (missing, with_rest)]
+    now, then = [_until_free(loads.ends[FIRST], each, 1.0, age) for each in (missing, with_rest)]
     takes = _goes_first(loads, own, age) | ~lacks_room(loads, priority, rest, age)
     delays: Floats = np.where(takes, loads.room.num_lacking * (then - now), 0.0)
     return delays
 
 
-def _until_free(loads: Any, ends: Any, missing: Any, num_ends: Any, age: Any) -> Any:
+def _until_free(ends: Any, missing: Any, num_ends: Any, age: Any) -> Any:
     """Return the seconds from the last report until so many requests have ended that `missing` pages more are free.
 
     `ends`: as in `Loads`, BEHIND or FIRST. `num_ends`: at least so many."""
