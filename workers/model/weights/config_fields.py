@@ -16,7 +16,7 @@ from typing import Any
 
 from transformers import PretrainedConfig
 
-from crossdock.workers.model.architecture import text_config
+from crossdock.workers.model.architecture import DECODERS, text_config
 from crossdock.workers.model.weights.scheme import KEYS
 
 logger = logging.getLogger(__name__)
@@ -288,7 +288,7 @@ def check_fields(file: Path, found: Mapping[str, Any], config: PretrainedConfig)
     for name, value in unread(found, config):
         reason = f"{file}: {name} is {value!r:.100}: transformers' code of {config.model_type} does not read this field"
         part, _, own = name.rpartition(".")
-        if part and part not in ("text_config", "llm_config", "thinker_config.text_config"):
+        if part and part not in (*DECODERS, "thinker_config.text_config"):
             logger.warning("%s", reason)
             continue
         if not part and has_encoder and any(fnmatchcase(own, pattern) for pattern in OF_ENCODERS):

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple, Protocol
 
 from crossdock.kvtransfer.layout import LayerShape, PageGroup, PoolSpec, Shard
 from crossdock.kvtransfer.transport import Memory
+from crossdock.workers.model.architecture import decoder_fields
 from crossdock.workers.model.end_tokens import end_of_tokenizer
 from crossdock.workers.model.weights.untrusted import read_config_file, read_json_if_any
 from crossdock.workers.replica.config import EngineConfig, StepSizes
@@ -249,7 +250,7 @@ def emulated_engine(
         is_ahead=is_one_stage and config.async_scheduling is not False,
         check=_check,
         spec_of=lambda name: pool_spec_of(profile, config.page_size, page_bytes, num_pages, name),
-        encoding=_encoding(profile, config),
+        encoding=_encoding(profile),
         why_text_alone="this emulated device has no encoder: take a profile with encoder_cost, such as h100-vl7b",
     )
     engine = Engine(executor, clock)
@@ -313,15 +314,14 @@ def pool_spec_of(profile: SchedulingProfile, page_size: int, page_bytes: int, nu
     return PoolSpec(f"{name} emulated", "bytes", 1, page_size, layers, (shard,), 0, num_pages, has_groups, state)
 
 
-def _encoding(profile: SchedulingProfile, config: EngineConfig) -> Encoding | None:
+def _encoding(profile: SchedulingProfile) -> Encoding | None:
     if profile.encoder_cost is None:
         return None
     return Encoding(profile.encoder_tokens, None, profile.keeps_items_whole)
 
 
 def _vocab_size(folder: Path) -> int:
-    found = read_config_file(folder)
-    size = found.get("vocab_size", (found.get("text_config") or {}).get("vocab_size"))
+    size = decoder_fields(read_config_file(folder)).get("vocab_size")
     if not isinstance(size, int) or size < 1:
         raise ValueError(f"model: {folder / 'config.json'} has no vocab_size")
     return size

@@ -260,7 +260,7 @@ class WorkerGroup:
             dist.destroy_process_group()
 
     def _wait(self, is_done: Callable[[_Follower], bool], failure: str) -> None:
-        """Wait until `is_done` for every follower. `failure_of`: one is not in time, or the worker group is lost."""
+        """Wait until `is_done` for every follower. Raises as `failure_of`: one is not in time, or the group is lost."""
 
         def missing() -> list[int]:
             followers = self._followers

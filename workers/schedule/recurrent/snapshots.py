@@ -10,7 +10,7 @@ from crossdock.workers.schedule.cost.cost import NO_WORK, StepCost
 FOLLOW_UP_CHANCE = 0.5
 """Chance that a request continues what this one has computed so far: the next turn of a conversation.
 
-Between the load of agents, where 98 % of the turns have a next one (`AgentLoad`, cluster/bench/agents.py), and prompts
+Between the load of agents, where 98 % of the turns have a next one (`Agents`, cluster/bench/agents.py), and prompts
 that no request continues. Where none does, the price is one short step for each prompt.
 """
 
