@@ -1,41 +1,23 @@
-"""The chunks of one step: a budget of tokens and seconds, filled prompt by prompt."""
+"""The chunks of one step: the budget of step_budget.py, filled prompt by prompt."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import TypeAlias
 
 from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.admission import Startable, is_long, may_be_partial
-from crossdock.workers.schedule.cost.cost import StepCost, StepWork
-from crossdock.workers.schedule.first_token import queue_seconds
 from crossdock.workers.schedule.forecast import Forecast
 from crossdock.workers.schedule.pictures.encoding import chunk_with_items
-from crossdock.workers.schedule.policies.chunk_policies import meaning_of
-from crossdock.workers.schedule.policies.chunking import (
-    LEAST_SHARE,
-    Candidate,
-    ChunkBudget,
-    adaptive_chunk_budget,
-    balanced_seconds,
-    fixed_chunk_budget,
-    floor_beside,
-    idle_step,
-    longest_step,
-)
+from crossdock.workers.schedule.policies.chunking import Candidate, ChunkBudget
 from crossdock.workers.schedule.policies.order import AGEING, order_prefills, prefill_reason
-from crossdock.workers.schedule.policies.pace import LENT_KNEE, lent_due, longest_gap
 from crossdock.workers.schedule.request.batch import Scheduled
-from crossdock.workers.schedule.request.request import Request, Status, adapter_work
+from crossdock.workers.schedule.request.request import Request, Status
 from crossdock.workers.schedule.request.submission import Leg
+from crossdock.workers.schedule.step_budget import step_budget
 from crossdock.workers.schedule.table import RequestTable
 
 ChunkLimit: TypeAlias = Callable[[Request, int, int], int]
 """Returns how many of so many tokens of a running prompt, from a position on, may be computed."""
-
-NEAR_DEADLINE = 0.8
-"""Share of the time left that the rest of a prompt may be predicted to take before streams lend all that they can. The
-others are for predictions, which err by 15 % at the 90th percentile, and for the step that runs at the deadline."""
 
 
 @dataclass(slots=True)
@@ -66,7 +48,8 @@ class PrefillScheduler:
         Starting a request may preempt others, also those that already are in the step.
         """
         config = self.table.config
-        budget = self._budget(decodes, prefills)
+        budget = step_budget(self.forecast, decodes, prefills)
+        budget.row_tile = self.row_tile
         if config.prefill_order == "shortest_remaining" and config.enable_chunked_prefill:
             in_turn = prefills[0].tenant
             own = (request for request in prefills if request.tenant == in_turn)
@@ -79,117 +62,6 @@ class PrefillScheduler:
             if others := [request for request in prefills if request.id not in served]:
                 chunks += self._fill(budget, others)
         return chunks, budget.reason
-
-    def _budget(self, decodes: Sequence[Scheduled], prefills: Sequence[Request]) -> ChunkBudget:
-        """Return the budget for the chunks of `prefills`, in their order, beside `decodes`."""
-        config = self.table.config
-        cost = self.forecast.cost
-        if cost is None or not config.enable_chunked_prefill or not meaning_of(config.chunk_policy).fits_streams:
-            budget = self._fixed(decodes, prefills)
-        else:
-            budget = self._adaptive(cost, decodes, prefills)
-        if self.table.num_drafts:
-            _compute_again(budget, decodes)
-        if config.max_prefill_tokens and config.max_prefill_tokens < budget.tokens:
-            budget.tokens = config.max_prefill_tokens
-            budget.reason = "max_prefill_tokens"
-        budget.row_tile = self.row_tile
-        return budget
-
-    def _fixed(self, decodes: Sequence[Scheduled], prefills: Sequence[Request]) -> ChunkBudget:
-        """Return a budget of tokens. Whole prompts of an adaptive policy take an idle step's seconds beside no stream,
-        in the step or not."""
-        config = self.table.config
-        cost = self.forecast.cost
-        budget = fixed_chunk_budget(config.max_num_batched_tokens, len(decodes), config.enable_chunked_prefill)
-        has_streams = decodes or any(each.is_decoding for each in self.table.running)
-        if cost is not None and meaning_of(config.chunk_policy).fits_streams and not has_streams:
-            budget.cost = cost
-            budget.seconds = self._idle_step(prefills, cost)
-            budget.reason = f"idle step of {budget.seconds * 1e3:.0f} ms"
-        return budget
-
-    def _adaptive(self, cost: StepCost, decodes: Sequence[Scheduled], prefills: Sequence[Request]) -> ChunkBudget:
-        """Return the budget by which no stream is late: none of `decodes`, and none that other replicas prefill."""
-        table = self.table
-        config = self.table.config
-        first = prefills[0]
-        streams = [each for each in table.running if each.is_decoding and each.id not in table.skipped]
-        arriving = [self.forecast.second_token_due(each, table.now) - table.now for each in table.arriving()]
-        overrun = self.forecast.limits.overrun
-        tpots = {table.tpot_s(each) for each in streams}
-        most_urgent = min([stream.priority for stream in streams], default=len(config.slo_classes))
-        # The step can delay the token after the one in flight, whose step has begun before.
-        due = [each.due + (table.tpot_s(each) if each.num_in_flight_tokens else 0.0) for each in streams]
-        slack = min([each - table.now for each in due] + arriving, default=inf)
-        if tpots:
-            slack = min(slack, longest_gap(min(tpots), is_urgent=first.priority <= most_urgent))
-        adapters = adapter_work([part.request for part in decodes])
-        work = StepWork.of_streams(len(decodes), sum([part.start for part in decodes]), adapters)
-        alone = cost.seconds(work)
-        floor = floor_beside(cost, work, list(tpots), overrun, config.chunk_floor, alone)
-        longest = config.idle_step_share * table.tightest_ttft_s() if streams else self._idle_step(prefills, cost)
-        if streams and self.forecast.depth > 1:
-            longest = min(longest, self._balanced(first, cost, work, alone))
-        max_tokens = config.max_num_batched_tokens
-        budget = adaptive_chunk_budget(max_tokens, floor, work, slack, longest, cost, most_urgent, overrun)
-        if streams:
-            most = longest if self._is_deadline_near(first) else min(LENT_KNEE * alone, longest)
-            self._lend(budget, first, streams, arriving, most)
-        return budget
-
-    def _lend(
-        self, budget: ChunkBudget, prompt: Request, streams: Sequence[Request], arriving: Sequence[float], most: float
-    ) -> None:
-        """Let the chunk of one prompt fill the slack that streams lend, in a step of at most `most` seconds.
-
-        `arriving`: seconds until others that will decode here need theirs. They lend nothing.
-        """
-        if most <= budget.seconds:
-            return
-        slack = min([*[self._lent_slack(stream, prompt) for stream in streams], *arriving])
-        seconds = min(longest_step(slack, self.forecast.limits.overrun), most)
-        if seconds > budget.seconds:
-            budget.lent_to = prompt.id
-            budget.lent_seconds = seconds
-            budget.reason = f"slack of {slack * 1e3:.0f} ms is lent"
-
-    def _idle_step(self, prefills: Sequence[Request], cost: StepCost) -> float:
-        """Return the seconds of the longest step for chunks of `prefills` beside no stream."""
-        config = self.table.config
-        tightest = self.table.tightest_ttft_s()
-        behind = [(request.priority, request.num_uncached_tokens) for request in prefills[1:]]
-        start = prefills[0].num_tokens - prefills[0].num_uncached_tokens
-        waiting_s = queue_seconds(cost, behind, config.slo_classes, tightest)
-        return idle_step(cost, start, config.idle_step_share * tightest, waiting_s)
-
-    def _is_deadline_near(self, request: Request) -> bool:
-        """Return whether a prompt would miss the deadline of its first token at the pace that streams allow."""
-        left = request.arrival_time + request.ttft_deadline - self.table.now
-        if left <= 0:  # missed, or none was promised
-            return False
-        share = max(self.forecast.prefill_share(request.priority), LEAST_SHARE)
-        return self.forecast.seconds_alone(request) > NEAR_DEADLINE * left * share
-
-    def _lent_slack(self, stream: Request, prompt: Request) -> float:
-        """Return the seconds until a stream's token is due in a step with that prompt. More urgent streams lend
-        nothing, not even the lead that they keep."""
-        now = self.table.now
-        tpot = self.table.tpot_s(stream)
-        if stream.priority < prompt.priority:
-            return min(stream.due - now, longest_gap(tpot, is_urgent=False))
-        return lent_due(stream, tpot) - now
-
-    def _balanced(self, prompt: Request, cost: StepCost, decodes: StepWork, alone: float) -> float:
-        """Return the seconds of a step with streams and a chunk of a prompt that cost a pipeline least.
-
-        `alone`: seconds of its decodes. Rows up to the breakpoint of the cost are a fixed part too: a chunk of fewer
-        rows reads nearly all that a large one reads.
-        """
-        work = max(cost.chunk_seconds(0, prompt.num_tokens), alone)
-        fixed = max(cost.fixed_seconds(0), cost.base)
-        rest = cost.early_seconds(cost.breakpoint_rows) - cost.early_seconds(decodes.rows)
-        return alone + max(rest, 0.0) + balanced_seconds(fixed, work, self.forecast.depth)
 
     def _fill(self, budget: ChunkBudget, prefills: Sequence[Request]) -> list[Scheduled]:
         table = self.table
@@ -275,11 +147,3 @@ class PrefillScheduler:
             return 0.0
         totals.seconds += work
         return work
-
-
-def _compute_again(budget: ChunkBudget, decodes: Sequence[Scheduled]) -> None:
-    """Leave room in a budget for the tokens of streams that are computed again."""
-    for part in decodes:
-        if part.num_tokens > 1:
-            budget.tokens -= part.num_tokens - 1
-            budget.work = budget.work.plus_drafts(part.start, part.num_tokens - 1, part.request.adapter_weights)

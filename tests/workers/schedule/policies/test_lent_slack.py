@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from crossdock.workers.schedule import prefills
+from crossdock.workers.schedule import step_budget
 from crossdock.workers.schedule.cost.cost import NO_ADAPTERS, StepWork
 from crossdock.workers.schedule.forecast import Forecast
 from crossdock.workers.schedule.policies import pace
@@ -67,7 +67,7 @@ def test_streams_that_take_much_of_their_promise_lend_to_a_prompt_that_has_time(
     made = replica.token_times["s0"]
     assert (made[-1] - made[0]) / (len(made) - 1) <= tpot, "the stream keeps its time per token"
 
-    monkeypatch.setattr(prefills, "LENT_KNEE", 0.0)
+    monkeypatch.setattr(step_budget, "LENT_KNEE", 0.0)
     unlent, gaps = serve_prompt(replica_with_streams("standard"), tokens)
     assert unlent > 1.5 * ttft
     assert max(gaps) <= LONGEST_GAP * tpot
@@ -76,7 +76,7 @@ def test_streams_that_take_much_of_their_promise_lend_to_a_prompt_that_has_time(
 @pytest.mark.parametrize("tokens", [40, 90, 300])
 def test_first_token_is_predicted_with_what_streams_lend(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     replica = replica_with_streams("standard")
-    monkeypatch.setattr(prefills, "NEAR_DEADLINE", inf)  # what they lend before a deadline is not predicted
+    monkeypatch.setattr(step_budget, "NEAR_DEADLINE", inf)  # what they lend before a deadline is not predicted
     predicted = replica.add("prompt", tokens, "standard").predicted_ttft
     began = replica.now
     while "prompt" not in replica.token_times:
