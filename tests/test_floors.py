@@ -127,6 +127,7 @@ FLOORS_WITHIN: dict[str, list[set[str]]] = {
         {"memory", "policies"},
         {"config.py", "first_token.py", "output_lengths.py"},
         {"pictures", "table.py"},
+        {"preemption.py"},
         {"adapter_slots.py", "forecast.py", "kv.py", "ahead.py", "outputs.py"},
         {"admission.py", "recurrent", "step_budget.py", "windows.py", "fast_forward.py"},
         {"drafts", "handoff.py", "prefixes"},

@@ -6,8 +6,8 @@ The scheduler's plain path, for text alone, in reading order: request/request.py
 policies/order.py, admission.py, kv.py, prefills.py, step_budget.py, policies/chunking.py, policies/pace.py, outputs.py,
 and this file. A request is made from a submission, request/submission.py. Below stand pages (memory/) and predicted
 seconds (cost/, first_token.py, forecast.py). Other rooms add to the path, each at one line that asks whether there is
-any: drafts/, recurrent/, pictures/, windows.py, handoff.py (two replicas), ahead.py and fast_forward.py (several
-steps).
+any: drafts/, recurrent/, pictures/, windows.py, preemption.py (pages run short), handoff.py (two replicas), ahead.py
+and fast_forward.py (several steps).
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from msgspec import structs
 
-from crossdock.workers.schedule import kv
 from crossdock.workers.schedule.forecast import Forecast
+from crossdock.workers.schedule.preemption import keep_state
 from crossdock.workers.schedule.recurrent.snapshots import (
     FOLLOW_UP_CHANCE,
     PASSING_CHANCE,
@@ -94,7 +94,7 @@ class RecurrentStates:
     def keep_last(self, request: Request) -> None:
         """Make the state of a request that is about to end a snapshot, if that is worth the pages."""
         if self._is_worth_its_pages(request, request.num_computed_tokens):
-            kv.keep_state(self.table, request)
+            keep_state(self.table, request)
 
     def _next(self, part: Scheduled) -> StatePages:
         request = part.request

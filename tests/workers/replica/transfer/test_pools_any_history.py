@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import initialize, invariant, rule, run_state_machine_as_test
 
 from crossdock.kvtransfer.events import Arrived, Failed, Figures, Reason
-from crossdock.workers.schedule import kv
+from crossdock.workers.schedule import kv, preemption
 from crossdock.workers.schedule.admission import num_slots
 from crossdock.workers.schedule.handoff import Handoff
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
@@ -191,7 +191,7 @@ def grants_without_offers() -> Iterator[None]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(Handoff, "grant", grant)
-        patch.setattr(kv, "return_transfers", lambda *_: None)
+        patch.setattr(preemption, "return_transfers", lambda *_: None)
         yield
 
 
