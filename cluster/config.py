@@ -18,7 +18,7 @@ from crossdock.cluster.api.http.http_config import HttpConfig, ModelHttpConfig
 from crossdock.cluster.api.http.keys import check_keys
 from crossdock.router.fleet import RouterConfig
 from crossdock.router.scaling import ScalingConfig
-from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.model.model_spec import FITTING, ModelSpec
 from crossdock.workers.model.weights.checkpoint import model_name
 from crossdock.workers.model.weights.config_overrides import check_overrides
 from crossdock.workers.replica.config import (
@@ -76,7 +76,10 @@ class ModelConfig(BaseModel):
         "auto is the checkpoint's.",
     )
     max_model_len: int | None = Field(
-        None, ge=1, description="Longest prompt and output together, in tokens; null is the model's own limit."
+        None,
+        ge=FITTING,
+        description="Longest prompt and output together, in tokens; null is the model's own limit, and auto or -1 what "
+        "of it fits the KV pages.",
     )
     generation_config: str = Field(
         "auto",
@@ -114,11 +117,29 @@ class ModelConfig(BaseModel):
         rest = {name: value for name, value in overrides.items() if name not in (_JUDGE, *_OF_JUDGES)}
         return {**values, "hf_overrides": rest, "pooler_config": {**pooler, **words}}
 
+    @field_validator("max_model_len", mode="before")
+    @classmethod
+    def _read_length(cls, value: Any) -> Any:
+        """Read `auto` as -1, its other name in vLLM."""
+        return FITTING if value == "auto" else value
+
+    @field_validator("max_model_len")
+    @classmethod
+    def _check_length(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("must be a number of tokens, or auto")
+        return value
+
     @field_validator("hf_overrides")
     @classmethod
     def _check_overrides(cls, overrides: dict[str, Any]) -> dict[str, Any]:
         check_overrides(overrides)
         return overrides
+
+    @property
+    def asked_length(self) -> int | None:
+        """The longest request that is asked for; None: the model's own, or what of that fits the KV pages."""
+        return None if self.max_model_len == FITTING else self.max_model_len
 
     @property
     def name(self) -> str:

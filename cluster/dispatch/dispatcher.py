@@ -63,7 +63,7 @@ class ModelCard:
 
     name: str
     created: int  # Unix seconds
-    max_model_len: int  # tokens
+    max_model_len: int  # tokens; of several replicas what each of them takes
     vocab_size: int
     cache_page_size: int = 0  # tokens of a page that prompts share; 0: they share none
     least_output: int = 1  # tokens that are computed even for no output; 0: by a text encoder
@@ -102,6 +102,7 @@ class Dispatcher:
         self._model_name = model_name
         self._created = int(time.time())
         self._card: ModelCard | None = None
+        self._lengths: dict[str, int] = {}  # the longest request of each replica, in tokens
         self._timeouts = timeouts
         self._most_placements = most_placements
         # Of owners: their requests in flight that have no token so far.
@@ -116,7 +117,6 @@ class Dispatcher:
         self._lives: dict[str, RequestLife] = {}  # by request, those in flight
         self._ingress_texts = ingress_texts or self._own_text
         self._metrics_text: SharedAnswer[str] = SharedAnswer(self._scrape, self._connections.spawn, metrics_hold_s)
-        self.leave = self._connections.leave
         self.close = self._connections.close
         self.spawn = self._connections.spawn
         self.losses = self._connections.losses
@@ -124,9 +124,17 @@ class Dispatcher:
     def join(self, name: str, client: EngineClient, profile: SchedulingProfile) -> None:
         """Serve requests on a replica that is up. `profile`: its advertised profile."""
         shared = profile.page_size if profile.caches_prefixes else 0
-        sizes = profile.max_model_len, profile.vocab_size, shared, int(profile.generates)
+        self._lengths[name] = profile.max_model_len
+        sizes = min(self._lengths.values()), profile.vocab_size, shared, int(profile.generates)
         self._card = ModelCard(self._model_name, self._created, *sizes)
         self._connections.join(name, client, profile)
+
+    def leave(self, name: str) -> None:
+        """Give a replica no new requests. Its running ones go on for as long as it lives."""
+        self._lengths.pop(name, None)
+        if self._card is not None and self._lengths:
+            self._card = replace(self._card, max_model_len=min(self._lengths.values()))
+        self._connections.leave(name)
 
     # -- requests ----------------------------------------------------------------------------------------------------
 

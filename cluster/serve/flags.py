@@ -134,7 +134,7 @@ PANELS: dict[str, tuple[Flag, ...]] = {
             kind=list[str],
             help="Name of the model for clients; given again: further names.",
         ),
-        Flag("model.max_model_len"),
+        Flag("model.max_model_len", metavar="INTEGER|auto"),
         Flag(
             "pools.*.tensor_parallel_size",
             ("--tensor-parallel-size", "--tp-size", "--tp", "-tp"),
@@ -397,15 +397,10 @@ _WORDS_OF_OTHERS: Mapping[str, Mapping[str, str | None]] = {  # setting: words o
         "unquant": None,  # plain weights
     },
 }
-_FITTING = (
-    "a context that fits the memory is not supported: give a number of tokens. Without the flag it is the model's own "
-    "limit; where the memory for KV pages is too small for it, the start ends with the number of tokens that fit"
-)
 _LEAST_SIZE = 1 << 20  # bytes; no cache of a model is smaller
 _NOT_READ = "such weights are not read: serve the checkpoint that they were made from, or one in AWQ, GPTQ or FP8"
 _AS_LOADED = "plain weights are rounded as they are loaded by fp8, with a scale for each output, and on CPUs by int8"
 _REFUSED_WORDS: Mapping[str, Mapping[str, str]] = {
-    "model.max_model_len": {"auto": _FITTING, "-1": _FITTING},
     "engine.quantization": {
         **dict.fromkeys(
             ("auto-round", "auto-round-int8", "inc", "quark", "quark_int4fp8_moe", "torchao", "hqq", "aqlm", "qqq"),

@@ -19,6 +19,7 @@ from crossdock.workers.model.context_length import longest_request, own_length
 from crossdock.workers.model.loaders.objects import origin_of
 from crossdock.workers.model.lora.adapter_files import read_adapter
 from crossdock.workers.model.memory.memory_budget import ON_CPUS
+from crossdock.workers.model.model_spec import FITTING
 from crossdock.workers.model.text_files import answer_of, longest_text
 from crossdock.workers.model.weights.scheme import PLAIN, scheme_at
 from crossdock.workers.model.weights.untrusted import naming, read_config_file, read_json_if_any
@@ -50,7 +51,7 @@ def check_model(config: ClusterConfig, folder: Path, *, has_gpus: bool) -> None:
     if answer_of(fields, folder) is not None:
         _check_text_encoder(config, folder, fields)
         return
-    longest_request(view, config.model.max_model_len)
+    longest_request(view, config.model.asked_length)
     engines = [pool.engine or config.engine for pool in config.pools]
     if any(engine.kv_events for engine in engines) and not has_package("zmq"):
         raise ValueError(NEEDS_PYZMQ)
@@ -70,7 +71,7 @@ def check_model(config: ClusterConfig, folder: Path, *, has_gpus: bool) -> None:
 
 def _check_text_encoder(config: ClusterConfig, folder: Path, fields: Mapping[str, Any]) -> None:
     """Check the files of a text encoder, and the settings that it can have. ValueError: names the one that is wrong."""
-    longest = longest_text(folder, fields, config.model.max_model_len)
+    longest = longest_text(folder, fields, config.model.asked_length)
     if config.http.rollouts:
         raise ValueError("http.rollouts: the weights of a text encoder are not replaced while it runs; leave it out")
     for pool in config.pools:
@@ -183,7 +184,7 @@ def _check_pages(config: ClusterConfig, pool: PoolConfig, view: _ConfigView, *, 
     engine = pool.engine or config.engine
     memory = engine.kv_cache_memory or (ON_CPUS if is_on_cpu else None)
     per_token = _least_bytes_per_token(view.fields, _bytes_of_number(config, pool))
-    longest = config.model.max_model_len or own_length(view)
+    longest = None if config.model.max_model_len == FITTING else config.model.max_model_len or own_length(view)
     if memory is None or per_token is None or longest is None:
         return
     needed = longest * per_token // pool.num_ranks
@@ -192,7 +193,7 @@ def _check_pages(config: ClusterConfig, pool: PoolConfig, view: _ConfigView, *, 
         raise ValueError(
             f"{where}.kv_cache_memory ({ByteSize(memory).human_readable()}) is too small: one request of max_model_len "
             f"({longest}) needs {ByteSize(needed).human_readable()} or more on each rank; give it, or lower "
-            f"model.max_model_len (--max-model-len)"
+            f"model.max_model_len (--max-model-len; auto: what fits)"
         )
 
 

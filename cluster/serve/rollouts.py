@@ -59,7 +59,7 @@ def server_info(config: ClusterConfig, fleet: Fleet) -> dict[str, Any]:
         "model_config": {
             "model": model.path or model.name,
             "dtype": f"torch.{first.dtype}" if first is not None and first.dtype else model.dtype,
-            "max_model_len": None if first is None else first.max_model_len,
+            "max_model_len": min((each.max_model_len for each in profiles), default=None),
             "logprobs_mode": config.http.logprobs_mode,
         },
         "parallel_config": {

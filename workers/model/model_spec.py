@@ -8,6 +8,9 @@ from typing import Any
 from crossdock.kernels.options import AttentionBackend, CpuKernels, KVCacheDtype, LoadFormat, Quantization
 from crossdock.workers.model.weights.checkpoint import resolve_model
 
+FITTING = -1
+"""`max_model_len` of a server whose longest request is what the KV pages hold, at most the model's own."""
+
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
@@ -24,6 +27,7 @@ class ModelSpec:
     max_loras: int = 0  # adapters in memory at once
     quantization: Quantization | None = None  # int8 and, of plain ones, fp8: at load; others: as stored; None: any
     load_format: LoadFormat = "auto"  # who reads the files of weights; auto: our own reader
+    fits_memory: bool = False  # the longest request is at most what the KV pages hold
     hf_overrides: Mapping[str, Any] = field(default_factory=dict)  # values in place of those of config.json
 
     def folder(self, *, needs_weights: bool = True) -> Path:

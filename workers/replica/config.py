@@ -15,7 +15,7 @@ from crossdock.kernels.options import (
     Quantization,
 )
 from crossdock.workers.model.memory.memory_budget import MemoryBudget
-from crossdock.workers.model.model_spec import ModelSpec
+from crossdock.workers.model.model_spec import FITTING, ModelSpec
 from crossdock.workers.report.kv_events import KVEventsConfig
 from crossdock.workers.report.profile import Role, SchedulingProfile
 from crossdock.workers.schedule.config import SchedulerConfig
@@ -259,7 +259,7 @@ class EngineConfig(SchedulerConfig):
         return ModelSpec(
             path,
             dtype,
-            max_model_len,
+            None if max_model_len == FITTING else max_model_len,
             self.attention_backend,
             self.kv_cache_dtype,
             kernels,
@@ -268,6 +268,7 @@ class EngineConfig(SchedulerConfig):
             load_format=self.load_format,
             max_lora_rank=self.max_lora_rank if self.enable_lora else 0,
             max_loras=self.max_loras,
+            fits_memory=max_model_len == FITTING,
             hf_overrides=hf_overrides or {},
         )
 

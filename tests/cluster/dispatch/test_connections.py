@@ -45,6 +45,20 @@ async def test_replica_that_has_just_joined_is_waited_for() -> None:
         assert len(await tokens(dispatcher, "between the two")) == 20
 
 
+async def test_longest_request_is_what_each_replica_takes() -> None:
+    """Replicas with `max_model_len: auto` have memory for unlike contexts."""
+    long, short = InProcess(), InProcess()
+    async with serving(Dispatcher("tiny"), long=long) as dispatcher:
+        most = dispatcher.model.max_model_len
+        short.profile = short.profile.model_copy(update={"max_model_len": most - 16})
+        dispatcher.join("short", short, short.profile)
+        assert dispatcher.model.max_model_len == most - 16
+        dispatcher.join("another", InProcess(), long.profile)
+        assert dispatcher.model.max_model_len == most - 16
+        dispatcher.leave("short")
+        assert dispatcher.model.max_model_len == most
+
+
 async def test_replica_is_notified_again_and_again_that_its_stream_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "READS_S", 0.1)
     replica = InProcess()

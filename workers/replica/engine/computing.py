@@ -3,7 +3,7 @@
 import hashlib
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -38,7 +38,6 @@ from crossdock.workers.replica.tiers.page_thread import PageThread
 from crossdock.workers.replica.tiers.tier_store import FILE_RATE, HOST_RATE, TierStore, slots_for
 from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.pages import PagePool
-from crossdock.workers.schedule.memory.prefix_index import Window
 from crossdock.workers.schedule.pictures.encoding import Encoding
 from crossdock.workers.schedule.request.submission import InvalidField, SamplingParams
 
@@ -56,18 +55,20 @@ def new_engine(
     worker_group: WorkerGroup | None = None,
     weights: str = "",
     step_deadline: Callable[[], StepDeadline] | None = None,
+    fits_memory: bool = False,
 ) -> Engine:
     """Return an engine on one model, not calibrated yet.
 
     `tokenizer_dir` is needed for grammars, and names the tokenizer's end token. `worker_group`: the other ranks, where
     `model` is one rank's part. `weights` names the weights, for tiers whose files outlive the engine.
-    `step_deadline`: of one rank's steps on a GPU; a worker group has its own.
+    `step_deadline`: of one rank's steps on a GPU; a worker group has its own. `fits_memory`: requests may be as long as
+    the KV pages hold, where that is less than the model's context.
 
     Raises:
         ValueError: the model cannot be served with these settings; the message names the field.
     """
     config = _without_missing_head(sized(config, model), model)
-    executor = _executor(model, config, tokenizer_dir, worker_group, weights)
+    executor = _executor(model, config, tokenizer_dir, worker_group, weights, fits_memory=fits_memory)
     deadline = step_deadline if worker_group is None else worker_group.step_deadline
     return Engine(replace(executor, step_deadline=deadline), clock)
 
@@ -82,7 +83,13 @@ def _without_missing_head(config: EngineConfig, model: LoadedModel) -> EngineCon
 
 
 def _executor(
-    model: LoadedModel, config: EngineConfig, tokenizer_dir: Path | None, worker_group: WorkerGroup | None, weights: str
+    model: LoadedModel,
+    config: EngineConfig,
+    tokenizer_dir: Path | None,
+    worker_group: WorkerGroup | None,
+    weights: str,
+    *,
+    fits_memory: bool,
 ) -> Executor:
     ends = model.eos_token_ids | end_of_tokenizer(tokenizer_dir, model.vocab_size)
     sampler = StepSampler(tuple(ends))
@@ -100,7 +107,9 @@ def _executor(
         model = choose_groups(model, config)
     windows = [group.window for group in model.groups] or [None]
     state_pages = model.state_pages(config.page_size)
-    num_pages = _num_pages(model, config, worker_group, windows, state_pages)
+    needs = PageNeeds(config.page_size, windows, config.max_num_batched_tokens, state_pages)
+    num_pages, max_model_len = _room(model, config, worker_group, needs, fits_memory=fits_memory)
+    model = replace(model, max_model_len=max_model_len)
     model.allocate_pool(num_pages, config.page_size)
     tiers = open_tiers(model, config, weights, num_pages, worker_group)
     on_evict = None if tiers is None else tiers.evicted
@@ -181,20 +190,27 @@ def _runs_ahead(model: LoadedModel, config: EngineConfig) -> bool:
     return wanted if wanted is not None else is_one_stage and model.device.type == "cuda"
 
 
-def _num_pages(
-    model: LoadedModel,
-    config: EngineConfig,
-    worker_group: WorkerGroup | None,
-    windows: Sequence[Window],
-    state_pages: int,
-) -> int:
-    """Return how many KV pages every rank can hold. ValueError: fewer than one request needs."""
+def _room(
+    model: LoadedModel, config: EngineConfig, worker_group: WorkerGroup | None, needs: PageNeeds, *, fits_memory: bool
+) -> tuple[int, int]:
+    """Return how many KV pages every rank can hold, and the tokens of the longest request.
+
+    `fits_memory`: the longest request may be shorter than the model's context.
+
+    Raises:
+        ValueError: there are fewer pages than one request needs.
+    """
     budget = config.budget
-    page_size = config.page_size
-    room = worker_group.page_budget if worker_group is not None else count_pages_that_fit(model, budget, page_size)
-    needs = PageNeeds(page_size, windows, config.max_num_batched_tokens, state_pages)
-    budget.check_one_request_fits(room.num_pages, room.page_bytes, needs, model.max_model_len, model.device.type)
-    return room.num_pages
+    room = (
+        worker_group.page_budget if worker_group is not None else count_pages_that_fit(model, budget, needs.page_size)
+    )
+    longest = model.max_model_len
+    if fits_memory:
+        longest = max(needs.longest_request(room.num_pages, longest), min(needs.page_size, longest))
+        if longest < model.max_model_len:
+            logger.warning("max_model_len: the KV pages hold %d of the %d tokens", longest, model.max_model_len)
+    budget.check_one_request_fits(room.num_pages, room.page_bytes, needs, longest, model.device.type)
+    return room.num_pages, longest
 
 
 def _pool_spec(

@@ -23,6 +23,7 @@ from crossdock.workers.replica.engine.executor import Executor
 from crossdock.workers.report.profile import SchedulingProfile
 from crossdock.workers.schedule.cost.cost import NO_WORK, StepCost, StepWork
 from crossdock.workers.schedule.cost.stages import Stages
+from crossdock.workers.schedule.memory.page_needs import PageNeeds
 from crossdock.workers.schedule.memory.pages import PagePool
 from crossdock.workers.schedule.memory.prefix_index import AttentionChunk
 from crossdock.workers.schedule.pictures.encoder_cost import EncoderCost
@@ -210,11 +211,13 @@ def emulated_engine(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
     tokenizer: Path | None = None,
+    *,
+    fits_memory: bool = False,
 ) -> Engine:
     """Return a calibrated engine that takes the seconds of `profile`.
 
     Of the model in `folder`, only the configuration and the names of end tokens are read; `tokenizer` is the directory
-    of another tokenizer. Steps end at times of `clock`, which `sleep` waits for.
+    of another tokenizer. Steps end at times of `clock`, which `sleep` waits for. `fits_memory`: as `new_engine` has it.
 
     Raises:
         ValueError: the settings do not fit the profile; the message names the field.
@@ -226,6 +229,10 @@ def emulated_engine(
     if config.kv_cache_memory is not None:
         num_pages = int(config.kv_cache_memory) // max(page_bytes, 1)
     windows = profile.windows
+    longest = max_model_len or profile.max_model_len
+    if fits_memory:
+        needs = PageNeeds(config.page_size, windows, config.max_num_batched_tokens, profile.state_pages)
+        longest = needs.longest_request(num_pages, longest) or longest
     stages = Stages.of(profile.pipeline_parallel_size, profile.interval_share)
     ends = _eos_token_ids(folder) | end_of_tokenizer(tokenizer or folder, vocab_size)
     is_one_stage = len(stages.shares) == 1
@@ -244,7 +251,7 @@ def emulated_engine(
             events=config.new_page_events(),
         ),
         lambda: Memory(0, num_pages * page_bytes, bytes_per_second=profile.bytes_per_second),
-        max_model_len or profile.max_model_len,
+        longest,
         vocab_size,
         ends,
         is_ahead=is_one_stage and config.async_scheduling is not False,

@@ -46,7 +46,14 @@ def load_engine(
     model = load_model(spec.model, device, kv_bytes=kv_bytes, loaded=loaded)
     tokenizer = resolve_tokenizer(spec.tokenizer, folder)
     weights = _kept_name(spec, model)
-    return new_engine(model, spec.engine, tokenizer, weights=weights, step_deadline=step_deadline)
+    return new_engine(
+        model,
+        spec.engine,
+        tokenizer,
+        weights=weights,
+        step_deadline=step_deadline,
+        fits_memory=spec.model.fits_memory,
+    )
 
 
 def load_text_engine(spec: ReplicaSpec) -> tuple[Engine, TextEncoder]:
@@ -69,7 +76,14 @@ def engine_of_ranks(model: LoadedModel, worker_group: WorkerGroup, tokenizer: Pa
     """
     spec = worker_group.spec
     weights = _kept_name(spec, model)
-    return new_engine(model, spec.engine, tokenizer, worker_group=worker_group, weights=weights)
+    return new_engine(
+        model,
+        spec.engine,
+        tokenizer,
+        worker_group=worker_group,
+        weights=weights,
+        fits_memory=spec.model.fits_memory,
+    )
 
 
 def _kept_name(spec: ReplicaSpec, model: LoadedModel) -> str:

@@ -30,7 +30,15 @@ def start_emulated(spec: ReplicaSpec, device: EmulatedDevice) -> Started:
     """Return an engine that takes the seconds of a device, and what its replica advertises."""
     folder = spec.model.folder(needs_weights=False)
     tokenizer = None if spec.tokenizer is None else resolve_tokenizer(spec.tokenizer, folder)
-    engine = emulated_engine(device.profile, spec.engine, folder, spec.model.max_model_len, tokenizer=tokenizer)
+    model = spec.model
+    engine = emulated_engine(
+        device.profile,
+        spec.engine,
+        folder,
+        model.max_model_len,
+        tokenizer=tokenizer,
+        fits_memory=model.fits_memory,
+    )
     machine = {
         "device": f"emulated {device.name}",
         "instructions": "",

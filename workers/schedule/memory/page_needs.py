@@ -1,6 +1,7 @@
 """How many pages requests need: in each group of layers for all tokens, or for what a window and a chunk span; and for
 the state of recurrent layers."""
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -52,6 +53,10 @@ class PageNeeds:
         """Return the pages without which a request of `num_tokens` tokens may never start, with the snapshot at its
         begin."""
         return self.at_once(num_tokens) + self.state_pages
+
+    def longest_request(self, num_pages: int, most: int) -> int:
+        """Return the tokens, up to `most`, of the longest request that may start in a pool of `num_pages` pages."""
+        return bisect_right(range(1, most + 1), num_pages, key=self.at_most)
 
     def held(self, num_tokens: int) -> int:
         """Return the pages that a stream of `num_tokens` tokens holds at most."""

@@ -7,6 +7,7 @@ import pytest
 import yaml
 
 from crossdock.cluster.serve.arguments import translated
+from crossdock.workers.model.model_spec import FITTING
 from tests.cluster.serve.flags.test_flags import printed_config
 from tests.cluster.watch.terminal import run
 
@@ -140,10 +141,16 @@ def test_values_that_are_no_numbers_are_named() -> None:
 
 
 @pytest.mark.parametrize("value", ["auto", "-1"])
-def test_context_that_fits_the_memory_is_refused_with_what_to_do(value: str) -> None:
+def test_context_that_fits_the_memory_is_asked_for_as_in_vllm(value: str) -> None:
+    for args in ([f"--max-model-len={value}"], ["--max-model-len", value], ["--set", f"model.max_model_len={value}"]):
+        assert printed_config(*args).model.max_model_len == FITTING
+
+
+@pytest.mark.parametrize("value", ["0", "-2"])
+def test_context_of_no_tokens_is_refused(value: str) -> None:
     result = run("config", f"--max-model-len={value}")
     assert result.exit_code == 2
-    assert result.stderr.startswith(f"error: --max-model-len {value}: a context that fits the memory is not supported")
+    assert result.stderr.startswith("error: --max-model-len: ")
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ByteSize
 
 from crossdock.workers.replica.config import EngineConfig
 from crossdock.workers.replica.engine.emulated import advertised, emulated_engine
@@ -168,6 +169,14 @@ def test_learnt_cost_begins_with_that_of_profile(folder: Path) -> None:
     same = {"page_bytes", "num_pages", "max_num_seqs", "max_model_len", "cost", "bytes_per_second"}
     assert told.model_dump(include=same) == given.model_dump(include=same)
     assert told.vocab_size == 40
+
+
+def test_context_that_fits_the_pages_is_at_most_that_of_the_profile(folder: Path) -> None:
+    given = profile()
+    for num_pages, longest in ((1, 16), (3, 48), (10**6, given.max_model_len)):
+        memory = num_pages * given.page_bytes * SETTINGS.page_size // given.page_size
+        config = SETTINGS.model_copy(update={"kv_cache_memory": ByteSize(memory)})
+        assert emulated_engine(given, config, folder, fits_memory=True).executor.max_model_len == longest
 
 
 def test_metrics_of_an_idle_replica_are_short_enough_for_a_fleet(folder: Path) -> None:

@@ -243,6 +243,26 @@ def test_pool_too_small_for_one_request_is_refused_with_numbers(model: LoadedMod
         engine_on(model, num_pages=63)
 
 
+@pytest.mark.parametrize(("num_pages", "longest"), [(64, 1024), (63, 1008), (2, 32), (1, 16)])
+def test_context_that_fits_the_pages_is_served_up_to_its_last_token(
+    model: LoadedModel, num_pages: int, longest: int
+) -> None:
+    memory = ByteSize(num_pages * model.layout(16).page_bytes)
+    config = EngineConfig(kv_cache_memory=memory, max_num_batched_tokens=64, max_num_seqs=4, admission="queue")
+    engine = new_engine(model, config, fits_memory=True)
+    assert engine.executor.max_model_len == longest
+    engine.add(Submission("a", [5] * (longest - 3), greedy(NUM_TOKENS)))
+    assert len(tokens_of(run(engine)["a"])) == 3
+    with pytest.raises(ValueError, match=f"max_model_len is {longest}"):
+        engine.add(Submission("b", [5] * longest, greedy(1)))
+
+
+def test_pool_without_one_page_is_refused_for_a_context_that_fits(model: LoadedModel) -> None:
+    config = EngineConfig(kv_cache_memory=ByteSize(model.layout(16).page_bytes - 1))
+    with pytest.raises(ValueError, match=r"holds 0 tokens .* max_model_len \(16\) needs"):
+        new_engine(model, config, fits_memory=True)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_pool_of_e4m3_pages_has_as_many_more(dtype: torch.dtype) -> None:
     """In the same memory; and the pools are advertised as incompatible."""

@@ -44,6 +44,23 @@ def test_longest_prompt_needs_the_pages_that_there_are(
         assert needs.at_once(int(longest) + PAGE_SIZE) > num_pages
 
 
+@given(
+    st.lists(st.sampled_from(WINDOWS), min_size=1, max_size=5),
+    st.integers(0, 300),
+    st.integers(1, 64),
+    st.integers(0, 9),
+    st.integers(1, 3000),
+)
+def test_longest_request_fits_and_one_token_more_does_not(
+    windows: list[Window], num_pages: int, chunk: int, state_pages: int, most: int
+) -> None:
+    needs = PageNeeds(PAGE_SIZE, windows, chunk, state_pages)
+    longest = needs.longest_request(num_pages, most)
+    assert longest <= most
+    assert not longest or needs.at_most(longest) <= num_pages
+    assert longest == most or needs.at_most(longest + 1) > num_pages
+
+
 def test_router_counts_pages_as_the_replica_does() -> None:
     """The router's formula for many replicas at once is `at_once` of the same prompt, where windows are alike."""
     kinds: list[tuple[list[Window], int]] = [([None], 0), ([None, 64, 64], 0), ([64], 0), ([None, None, 8], 0)]
