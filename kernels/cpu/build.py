@@ -4,6 +4,7 @@ They are plain C functions, called through ctypes, which releases the GIL. Witho
 seconds.
 """
 
+import contextlib
 import ctypes
 import hashlib
 import os
@@ -11,6 +12,7 @@ import shutil
 import stat
 import subprocess
 import tempfile
+import time
 from functools import lru_cache
 from pathlib import Path
 
@@ -19,6 +21,7 @@ import torch
 from crossdock.kernels.cache import cache_dir, locked
 
 FLAGS = ("-O3", "-march=native", "-std=c++17", "-fPIC", "-fopenmp")
+_LONGEST_BUILD_S = 3600.0  # a build takes seconds, on a busy machine minutes
 _OTHERS_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -102,8 +105,12 @@ def _is_own(found: os.stat_result) -> bool:
 
 
 def _compile(compiler: str, flags: tuple[str, ...], source: Path, target: Path) -> None:
-    """Build beside the target and rename: killed or concurrent builds leave no incomplete library."""
-    with tempfile.TemporaryDirectory(dir=target.parent, prefix="build-") as folder:
+    """Build beside the target and rename: killed or concurrent builds leave no incomplete library.
+
+    Call it with the lock of the target. Folders that killed builds left are removed.
+    """
+    _remove_left(target)
+    with tempfile.TemporaryDirectory(dir=target.parent, prefix=f"build-{target.stem}-") as folder:
         objects = Path(folder) / "kernel.o"
         library = Path(folder) / "kernel.so"
         # torch brings an OpenMP runtime under a name of its own; a second one would have a second pool of threads
@@ -113,6 +120,15 @@ def _compile(compiler: str, flags: tuple[str, ...], source: Path, target: Path) 
         _run([compiler, "-shared", str(objects), *link, "-o", str(library)])
         library.chmod(0o755)  # for any umask
         os.replace(library, target)
+
+
+def _remove_left(target: Path) -> None:
+    """Remove the folders of builds of this target that were killed, and those of others that nobody builds any more."""
+    oldest = time.time() - _LONGEST_BUILD_S
+    for folder in target.parent.glob("build-*"):
+        with contextlib.suppress(OSError):  # another process removes it, too
+            if folder.name.startswith(f"build-{target.stem}-") or folder.stat().st_mtime < oldest:
+                shutil.rmtree(folder)
 
 
 def _run(command: list[str]) -> None:

@@ -76,7 +76,20 @@ def test_killed_build_does_not_break_next_build(empty_cache: Path) -> None:
     os.killpg(process.pid, signal.SIGKILL)
     process.communicate()
     assert not list(empty_cache.glob("*.so"))
+    assert list(empty_cache.glob("build-*"))
     assert build.cpu_library("layer_steps") is not None
+    assert not list(empty_cache.glob("build-*"))
+
+
+@needs_compiler
+def test_build_removes_the_folders_that_old_builds_of_other_kernels_left(empty_cache: Path, small_library: str) -> None:
+    """Those of other builds that run stay."""
+    for name, age in (("old", 2 * build._LONGEST_BUILD_S), ("new", 0.0)):
+        (folder := empty_cache / f"build-{name}-x").mkdir(parents=True)
+        (folder / "kernel.o").write_bytes(b"half")
+        os.utime(folder, (time.time() - age,) * 2)
+    build.cpu_library(small_library)
+    assert [folder.name for folder in empty_cache.glob("build-*")] == ["build-new-x"]
 
 
 @needs_compiler
