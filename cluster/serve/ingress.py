@@ -321,16 +321,17 @@ class Ingress:
         """Ask all other ingresses for the missing amount of an owner's key."""
         return [loan for loan in await self._of_all("lend", _LOAN_S, self._name, owner, unit, amount) if loan]
 
-    async def stored(self, asker: str, action: Action, owner: str, name: str) -> StoredResponse | None:
+    async def stored(self, asker: str, action: Action, owner: str, name: str, after: int) -> StoredResponse | None:
         """Answer another ingress, `asker`, whose client asks for a stored response; None: it is not stored here."""
         if asker == self._name:
             return None
-        found: StoredResponse | None = await self._api.state.stored(action, owner, name)
+        found: StoredResponse | None = await self._api.state.stored(action, owner, name, after)
         return found
 
-    async def _ask_stores(self, action: Action, owner: str, name: str) -> list[StoredResponse]:
+    async def _ask_stores(self, action: Action, owner: str, name: str, after: int) -> list[StoredResponse]:
         """Ask all other ingresses for a response that this one has not stored."""
-        return [found for found in await self._of_all("stored", _STORES_S, self._name, action, owner, name) if found]
+        asked = self._name, action, owner, name, after
+        return [found for found in await self._of_all("stored", _STORES_S, *asked) if found]
 
     async def _all_ingress_metrics(self) -> dict[str, str]:
         """Return the metrics of all ingresses, by name, without those that fail or do not answer in time."""

@@ -59,7 +59,11 @@ class ResponsesRequest(ConversationBody):
         None, max_length=128, description="A stored response: the conversation goes on after it."
     )
     store: bool = Field(True, description="Kept in memory for a while, within bounds. See security.md.")
-    background: bool = Field(False, description="Answered at once and computed meanwhile. Needs `store`.")
+    background: bool = Field(
+        False,
+        description="Answered at once and computed meanwhile; with `stream`, also after its client has left. "
+        "Needs `store`.",
+    )
     max_output_tokens: int | None = Field(None, ge=1, description="At most what is left of the context.")
     max_tool_calls: int | None = Field(None, ge=1, description="Of built-in tools, which do not exist here.")
     metadata: dict[_Key, _Label] = Field({}, max_length=16)
@@ -149,8 +153,6 @@ class ResponsesRequest(ConversationBody):
             raise wrong("top_logprobs", f"it needs {LOGPROBS!r} in 'include'")
         if self.background and not self.store:
             raise wrong("background", "it needs 'store': the answer is fetched later")
-        if self.background and self.stream:
-            raise wrong("background", "it cannot be streamed: fetch the response with GET", "unsupported_value")
 
     def _format(self) -> dict[str, Any] | None:
         """Return `text.format` as the `response_format` of a chat."""

@@ -100,7 +100,7 @@ def error_answer(error: ApiError, body: bytes | None = None) -> Response:
 
 async def event_stream(events: AsyncGenerator[bytes, None]) -> Response:
     """Return the events as an answer, once the first has come: an error before it still decides the status."""
-    return EventStream(await anext(events), events)
+    return EventStream(await anext(events, b""), events)
 
 
 class EventStream(Response):

@@ -1,7 +1,9 @@
 """One answer of the Responses API: its output items as a whole, and as events that build them."""
 
+import asyncio
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, TypeAlias
 
 from crossdock.cluster.api.body.response_items import Item, item_id, new_id
@@ -10,6 +12,7 @@ from crossdock.cluster.api.http.answers import named_event
 from crossdock.cluster.api.text.message_parser import CallText, ContentText, Piece, ReasoningText
 
 Event: TypeAlias = dict[str, Any]
+EVENTS_AT_ONCE = 256  # of a stream that is read again
 _PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc"}
 
 
@@ -74,10 +77,11 @@ class ResponseAnswer:
         self._head |= {"status": "failed", "error": {"code": code, "message": str(error)}}
         return [*events, self._event("response.failed", response=self.response)]
 
-    def cancel(self) -> None:
-        """End the answer because its client wants no more."""
-        self._closed("incomplete")
+    def cancel(self) -> list[Event]:
+        """End the answer because its client wants no more. Return the last events; OpenAI has none for the end."""
+        events = self._closed("incomplete")
         self._head["status"] = "cancelled"
+        return events
 
     def error_event(self, error: ApiError) -> bytes:
         return written(self.fail(error))
@@ -158,3 +162,35 @@ class ResponseAnswer:
 
 def written(events: Sequence[Event]) -> bytes:
     return b"".join(named_event(event["type"], to_json(event)) for event in events)
+
+
+class EventLog:
+    """The events of a response in the background while it is made, for clients that come later or again.
+
+    An event's place is its `sequence_number`. Belongs to one event loop.
+    """
+
+    def __init__(self) -> None:
+        self.events: list[bytes] = []
+        self._is_whole = False
+        self._news = asyncio.Event()
+
+    def add(self, events: Sequence[Event], *, is_last: bool = False) -> int:
+        """Add the events, and return their bytes."""
+        added = [written([event]) for event in events]
+        self.events += added
+        self._is_whole = is_last
+        news, self._news = self._news, asyncio.Event()
+        news.set()
+        return sum(map(len, added))
+
+    async def after(self, number: int, seconds: float) -> tuple[Sequence[bytes], bool]:
+        """Return some events after the one of a number, and whether more may come.
+
+        Waits for at most so long until there is one.
+        """
+        if len(self.events) <= number + 1 and not self._is_whole:
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._news.wait(), seconds)
+        some = self.events[number + 1 : number + 1 + EVENTS_AT_ONCE]
+        return some, not self._is_whole or number + 1 + len(some) < len(self.events)

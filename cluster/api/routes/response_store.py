@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 RECORD_BYTES = 1024  # counted for each record beside its content, so that empty ones are bounded as well
 ITEM_BYTES = 256  # … and for each of its items
+EVENT_BYTES = 64  # … and for each event
 _SWEEP_S = 60.0  # between two looks at the records of owners that store nothing now
 
 
@@ -17,12 +18,15 @@ class StoredResponse:
     response: bytes
     items: tuple[tuple[str, bytes], ...]  # the id of each, and the item
     is_background: bool
+    events: tuple[bytes, ...] | None = None  # of the stream that it was made as; None: it was none, or they are gone
+    is_running: bool = False
 
     @property
     def num_bytes(self) -> int:
         """Return how much memory the record counts for."""
         items = sum(ITEM_BYTES + len(name) + len(item) for name, item in self.items)
-        return RECORD_BYTES + len(self.response) + items
+        events = sum(EVENT_BYTES + len(event) for event in self.events or ())
+        return RECORD_BYTES + len(self.response) + items + events
 
 
 class ResponseStore:
@@ -30,7 +34,7 @@ class ResponseStore:
 
     def __init__(self, max_bytes: int, ttl_s: float, clock: Callable[[], float] = time.monotonic) -> None:
         self.num_bytes = 0
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self._ttl_s = ttl_s
         self._clock = clock
         self._owners: dict[
@@ -49,7 +53,7 @@ class ResponseStore:
         self.delete(owner, name)
         self._owners.setdefault(owner, OrderedDict())[name] = (now + self._ttl_s, record)
         self._count(owner, record.num_bytes)
-        while self.num_bytes > self._max_bytes:
+        while self.num_bytes > self.max_bytes:
             largest = max(self._sizes, key=self._sizes.__getitem__)
             self.delete(largest, next(iter(self._owners[largest])))
 

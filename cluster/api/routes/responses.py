@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
 from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Annotated, Any, Literal, TypeAlias
 
@@ -23,8 +24,9 @@ from crossdock.cluster.api.http.http_json import Name, event_stream, json_answer
 from crossdock.cluster.api.http.json_size import check_texts_size, count_marks
 from crossdock.cluster.api.http.keys import owner_of
 from crossdock.cluster.api.http.limits import Charge
+from crossdock.cluster.api.http.request_memory import RequestMemory
 from crossdock.cluster.api.routes.conversations import BegunChat, Conversations, Part
-from crossdock.cluster.api.routes.response_events import Event, ResponseAnswer, written
+from crossdock.cluster.api.routes.response_events import EVENTS_AT_ONCE, Event, EventLog, ResponseAnswer, written
 from crossdock.cluster.api.routes.response_store import ResponseStore, StoredResponse
 from crossdock.cluster.api.slices import apart, slices
 from crossdock.cluster.api.text.logprobs import LogprobWriter
@@ -32,13 +34,18 @@ from crossdock.workers.schedule.shares import Shares
 
 logger = logging.getLogger("ray.serve")
 
-Action: TypeAlias = Literal["get", "delete", "cancel"]
-AskStores: TypeAlias = Callable[[Action, str, str], Awaitable[list[StoredResponse]]]
-"""Does something to an owner's response at the other ingresses. Returns the records of those that have it."""
+Action: TypeAlias = Literal["get", "delete", "cancel", "follow"]
+AskStores: TypeAlias = Callable[[Action, str, str, int], Awaitable[list[StoredResponse]]]
+"""Does something to an owner's response at the other ingresses. Returns the records of those that have it.
+
+To "follow" is to wait for events after one of a number; the records hold these alone.
+"""
 
 Written: TypeAlias = tuple[tuple[str, bytes], ...]  # items, as `StoredResponse` has them
 _ITEMS_AT_ONCE = 64  # parsed or written
 _COMMENT = b": \n\n"  # keeps a stream open; clients pass over it
+_FOLLOWED_S = 1.0  # for which an ingress waits for events of a response; others wait twice as long for its answer
+_EVENTS_SHARE = 8  # the events of a response that has ended stay if they take at most this part of the store
 _MOST_IN_BACKGROUND = 1024  # responses of one ingress that no client waits for
 
 
@@ -59,6 +66,7 @@ class Responses:
         self._ask_stores = ask_stores
         self._timeout_s = timeout_s
         self._background: dict[tuple[str, str], asyncio.Task[None]] = {}
+        self._logs: dict[tuple[str, str], EventLog] = {}  # of those in the background that are streamed
         self._places = Shares(_MOST_IN_BACKGROUND)
 
     def of(self, conversations: Conversations, writer: LogprobWriter) -> "Responses":
@@ -86,11 +94,18 @@ class Responses:
         await self._finish(begun, answer)
         return _json(self._keep(request, body, answer, written))
 
-    async def retrieve(self, request: Request, name: Name, stream: bool = False) -> Response:
-        """Return a stored response as it is now."""
+    async def retrieve(
+        self,
+        request: Request,
+        name: Name,
+        stream: bool = False,
+        starting_after: Annotated[int | None, Query(ge=0)] = None,
+    ) -> Response:
+        """Return a stored response as it is now, or its events, from the first or after one of a number."""
         if stream:
-            reason = "'stream' is not supported here: stream the response where it is created."
-            raise ApiError(reason, param="stream", code="unsupported_parameter")
+            return await event_stream(self._followed(request, name, -1 if starting_after is None else starting_after))
+        if starting_after is not None:
+            raise wrong("starting_after", "it needs 'stream'")
         return _json((await self._record("get", request, name)).response)
 
     async def delete(self, request: Request, name: Name) -> Response:
@@ -127,22 +142,70 @@ class Responses:
         head = to_json({"object": "list", **ends, "has_more": start + limit < len(items)})
         return _json(b'%b,"data":[%b]}' % (head[:-1], b",".join(item for _, item in page)))
 
-    async def at_this_ingress(self, action: Action, owner: str, name: str) -> StoredResponse | None:
-        """Return the record of a response, after `action`; None if it is not here."""
+    async def at_this_ingress(self, action: Action, owner: str, name: str, after: int = -1) -> StoredResponse | None:
+        """Return the record of a response, after `action`; None if it is not here.
+
+        Only to "follow" returns events, those after the one of number `after`, and nothing else.
+        """
         if self._store is None:
             return None
+        if action == "follow":
+            return await self._followed_here(owner, name, after)
         running = self._background.get((owner, name))
         if action != "get" and running is not None:
             running.cancel()
             await asyncio.wait([running])
-        return self._store.delete(owner, name) if action == "delete" else self._store.get(owner, name)
+        found = self._store.delete(owner, name) if action == "delete" else self._store.get(owner, name)
+        return found and replace(found, events=None)
 
-    async def _record(self, action: Action, request: Request, name: str, param: str = "id") -> StoredResponse:
+    async def _followed_here(self, owner: str, name: str, after: int) -> StoredResponse | None:
+        """Return some events of a response after one of a number, once there is one; none within a second."""
+        if (log := self._logs.get((owner, name))) is not None:
+            some, is_running = await log.after(after, _FOLLOWED_S)
+            return StoredResponse(b"", (), is_background=True, events=tuple(some), is_running=is_running)
+        assert self._store is not None
+        found = self._store.get(owner, name)
+        if found is None:
+            return None
+        events = found.events and found.events[after + 1 : after + 1 + EVENTS_AT_ONCE]
+        is_running = found.events is not None and after + 1 + EVENTS_AT_ONCE < len(found.events)
+        return StoredResponse(b"", (), found.is_background, events, is_running)
+
+    async def _followed(self, request: Request, name: str, after: int) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a response after the one of number `after`, of a running one as they come.
+
+        Raises:
+            ApiError: it is not known, or has no events that could be read again.
+        """
+        request.state.error_event = lambda error: _cut(error, after)
+        clock = asyncio.get_running_loop().time
+        shown_at = clock()
+        log = self._logs.get((_owner(request), name))  # has the last events, too, whatever is stored in the end
+        is_running = True
+        while is_running:
+            if log is not None:
+                events, is_running = await log.after(after, _FOLLOWED_S)
+            else:
+                record = await self._record("follow", request, name, after=after)
+                if record.events is None:
+                    reason = f"Response '{name[:100]}' has no events to read again: create it with 'background' and"
+                    hint = f"'stream'. Those of a long one are forgotten at its end (more than 1/{_EVENTS_SHARE} of"
+                    reason = f"{reason} {hint} http.response_store_bytes)."
+                    raise ApiError(reason, param="stream", code="invalid_value")
+                events, is_running = record.events, record.is_running
+            after += len(events)
+            if events or clock() - shown_at > SILENCE_S:
+                shown_at = clock()
+                yield b"".join(events) or _COMMENT
+
+    async def _record(
+        self, action: Action, request: Request, name: str, param: str = "id", *, after: int = -1
+    ) -> StoredResponse:
         """Return the record of a response. Raises ApiError 404."""
         owner = _owner(request)
-        found = await self.at_this_ingress(action, owner, name)
+        found = await self.at_this_ingress(action, owner, name, after)
         if found is None and self._store is not None and self._ask_stores is not None:
-            found = next(iter(await self._ask_stores(action, owner, name)), None)
+            found = next(iter(await self._ask_stores(action, owner, name, after)), None)
         if found is None:
             reason = (
                 f"Response '{name[:100]}' is not known here: it was not stored, was deleted, is too old, made way for"
@@ -216,32 +279,42 @@ class Responses:
         self._keep(request, body, answer, items)
         key = (owner, answer.response["id"])
         memory = request.state.memory.hand_over()
+        log = EventLog() if body.stream else None
+        if log is not None:
+            log.add(answer.begin())
+            self._logs[key] = log
 
         async def work() -> None:
+            last: list[Event] = []
             try:
                 async with asyncio.timeout(self._timeout_s):
-                    await self._finish(begun, answer)
+                    await self._finish(begun, answer, log, memory)
             except asyncio.CancelledError:
-                answer.cancel()
+                last = answer.cancel()
             except TimeoutError:
                 reason = f"The response took more than {self._timeout_s} s."
-                answer.fail(ApiError(reason, status=504, code="request_timeout"))
+                last = answer.fail(ApiError(reason, status=504, code="request_timeout"))
             except Exception as error:
                 api_error = as_api_error(error)
                 if api_error.status == 500:
                     logger.error("response %s failed", key[1], exc_info=error)
                 elif api_error.status > 500:
                     logger.warning("response %s failed: %s", key[1], error)
-                answer.fail(api_error)
+                last = answer.fail(api_error)
             finally:
                 _end(charge)
                 memory.release()
-                self._keep(request, body, answer, items)
+                if log is not None:
+                    log.add(last, is_last=True)
+                self._keep(request, body, answer, items, log)
+                self._logs.pop(key, None)
                 del self._background[key]
                 self._places.release(owner, 1)
 
         self._background[key] = asyncio.create_task(work())
         await asyncio.sleep(0)  # a task that is cancelled before it has begun would not end its response
+        if body.stream:
+            return await event_stream(self._followed(request, key[1], -1))
         return json_answer(answer.response)
 
     async def _events(
@@ -275,10 +348,19 @@ class Responses:
                 if event := shown(events):
                     yield event
 
-    async def _finish(self, begun: BegunChat, answer: ResponseAnswer) -> None:
+    async def _finish(
+        self,
+        begun: BegunChat,
+        answer: ResponseAnswer,
+        log: EventLog | None = None,
+        memory: RequestMemory | None = None,
+    ) -> None:
+        """Compute an answer that is not sent as it is made. `memory`: counts the events in the log."""
         async with aclosing(self._conversations.parts(begun)) as parts:
             async for part in parts:
-                await self._step(begun, answer, part)
+                events = await self._step(begun, answer, part)
+                if log is not None and memory is not None:
+                    memory.hold(log.add(events))
 
     async def _step(self, begun: BegunChat, answer: ResponseAnswer, part: Part) -> list[Event]:
         output = part.output
@@ -325,11 +407,23 @@ class Responses:
             "truncation": "disabled",
         }
 
-    def _keep(self, request: Request, body: ResponsesRequest, answer: ResponseAnswer, items: Written) -> bytes:
-        """Return the response as it is now. Store it, unless its client or this server wants nothing stored."""
+    def _keep(
+        self,
+        request: Request,
+        body: ResponsesRequest,
+        answer: ResponseAnswer,
+        items: Written,
+        log: EventLog | None = None,
+    ) -> bytes:
+        """Return the response as it is now. Store it, unless its client or this server wants nothing stored.
+
+        `log`: its events, which are stored beside it if they are small enough.
+        """
         response = to_json(answer.response)
         if body.store and self._store is not None:
-            record = StoredResponse(response, items, body.background)
+            events = () if log is None else tuple(log.events)
+            is_small = sum(map(len, events)) <= self._store.max_bytes // _EVENTS_SHARE
+            record = StoredResponse(response, items, body.background, events if events and is_small else None)
             self._store.put(_owner(request), answer.response["id"], record)
         return response
 
@@ -341,6 +435,19 @@ def _json(content: bytes) -> Response:
 async def _written(items: list[Item]) -> Written:
     """Return items as a record has them. Other requests are served meanwhile."""
     return tuple([(item["id"], to_json(item)) async for some in slices(items, _ITEMS_AT_ONCE) for item in some])
+
+
+def _cut(error: ApiError, after: int) -> bytes:
+    """Return the event that ends a stream because of an error, after the event of number `after`."""
+    kind = "error"
+    event = {
+        "type": kind,
+        "sequence_number": after + 1,
+        "code": error.code,
+        "message": str(error),
+        "param": error.param,
+    }
+    return written([event])
 
 
 def _owner(request: Request) -> str:

@@ -171,8 +171,8 @@ def two_ingresses(engine: ScriptedDispatcher, tokenizer: ModelTokenizer, **http:
         async def ask_peers(owner: str, unit: Unit, amount: float) -> list[Loan]:
             return [apps[other].state.lend(owner, unit, amount)]
 
-        async def ask_stores(action: str, owner: str, name: str) -> list[StoredResponse]:
-            found = await apps[other].state.stored(action, owner, name)
+        async def ask_stores(action: str, owner: str, name: str, after: int) -> list[StoredResponse]:
+            found = await apps[other].state.stored(action, owner, name, after)
             return [] if found is None else [found]
 
         config = HttpConfig.model_validate({"replicas": 2, **http})

@@ -117,7 +117,6 @@ WRONG: dict[str, list[Any]] = {  # fields beside those of `APIS`, the field that
         ),
         ({"previous_response_id": 5}, "previous_response_id"),
         ({"background": True, "store": False}, "background"),
-        ({"background": True, "stream": True}, "background"),
         ({"conversation": "c"}, "conversation"),
         ({"prompt": {"id": "p"}}, "prompt"),
         ({"moderation": {}}, "moderation"),

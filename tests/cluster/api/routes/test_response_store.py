@@ -1,7 +1,9 @@
 """The store of responses: its bounds, each owner's share, and what other ingresses find in it."""
 
 import json
+import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import httpx
@@ -12,7 +14,9 @@ from hypothesis import strategies as st
 from crossdock.cluster.api.routes import responses
 from crossdock.cluster.api.routes.response_store import ITEM_BYTES, RECORD_BYTES, ResponseStore, StoredResponse
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from tests.cluster.api.scripted_api import STORY, ScriptedDispatcher, refused, two_ingresses
+from crossdock.workers.schedule.request.request import TokenDelta
+from crossdock.workers.schedule.request.submission import Submission
+from tests.cluster.api.scripted_api import STORY, ScriptedDispatcher, named_events, refused, two_ingresses
 from tests.waiting import Clock, eventually
 
 TTL_S = 100.0
@@ -167,3 +171,34 @@ def test_response_in_the_background_is_cancelled_from_another_ingress(
     assert STORY.startswith(text), "some of it may have arrived"
     assert here.get(f"/v1/responses/{name}").json() == cancelled
     assert len(engine.aborted) == 1
+
+
+def test_stream_in_the_background_is_followed_from_another_ingress(
+    ingresses: list[httpx.Client], engine: ScriptedDispatcher
+) -> None:
+    here, there = ingresses
+    asked = threading.Event()
+
+    def script(submission: Submission) -> Iterator[TokenDelta | Exception | float]:
+        story = engine.story(submission)
+        yield from story[:3]
+        for _ in range(24_000):
+            if asked.is_set():
+                break
+            yield 0.01
+        yield from story[3:]
+
+    engine.script = script
+    body = {"input": "Hi", "background": True, "stream": True}
+    with ExitStack() as stack:
+        first = stack.enter_context(here.stream("POST", "/v1/responses", json=body))
+        name = next(line for line in first.iter_lines() if line.startswith("data: "))
+        path = f"/v1/responses/{json.loads(name.removeprefix('data: '))['response']['id']}"
+        follower = stack.enter_context(there.stream("GET", path, params={"stream": True, "starting_after": 1}))
+        asked.set()
+        follower.read()
+        found = named_events(follower)
+    assert [event["sequence_number"] for event in found] == list(range(2, len(found) + 2))
+    assert found[-1]["response"] == here.get(path).json()
+    assert named_events(here.get(path, params={"stream": True}))[2:] == found
+    refused(there.get(path, params={"stream": True}, headers={"authorization": "Bearer b"}), 404)

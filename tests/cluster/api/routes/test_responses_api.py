@@ -1,6 +1,8 @@
 """OpenAI's Responses API, as OpenAI's own client reads it."""
 
 import json
+import threading
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -358,6 +360,108 @@ def test_cancelled_response_ends_its_request(
     refused(http.get(f"/v1/responses/{begun[1]}"), 404)
     eventually(lambda: len(engine.aborted) == 2)
     client.responses.cancel(begun[2])
+
+
+def test_stream_in_the_background_is_read_again_from_any_event(
+    client: openai.OpenAI, http: httpx.Client, engine: ScriptedDispatcher
+) -> None:
+    found = events(ask(http, stream=True, background=True))
+    assert [event["type"] for event in found[:2]] == ["response.created", "response.in_progress"]
+    ended = found[-1]["response"]
+    assert (found[-1]["type"], ended["background"]) == ("response.completed", True)
+    path = f"/v1/responses/{ended['id']}"
+    eventually(lambda: http.get(path).json() == ended)
+    assert named_events(http.get(path, params={"stream": True})) == found
+    for number in (0, 5, len(found) - 2):
+        again = client.responses.retrieve(ended["id"], stream=True, starting_after=number)
+        assert [event.model_dump(exclude_unset=True) for event in again] == found[number + 1 :]
+    assert http.get(path, params={"stream": True, "starting_after": len(found) - 1}).content == b""
+    refused(http.get(path, params={"starting_after": 3}), 400, param="starting_after")
+    refused(http.get(path, params={"stream": True, "starting_after": -1}), 400, param="starting_after")
+    assert len(engine.submissions) == 1
+
+
+def test_stream_in_the_background_goes_on_when_its_client_leaves(
+    client: openai.OpenAI, engine: ScriptedDispatcher
+) -> None:
+    gone = threading.Event()
+
+    def script(submission: Any) -> Iterator[TokenDelta | Exception | float]:
+        story = engine.story(submission)
+        yield from story[:3]
+        for _ in range(24_000):
+            if gone.is_set():
+                break
+            yield 0.01
+        yield from story[3:]
+
+    engine.script = script
+    stream = client.responses.create(model="tiny", input="Hi", background=True, stream=True)
+    seen = [next(stream) for _ in range(5)]
+    stream.close()
+    assert seen[0].type == "response.created"
+    last = seen[-1].sequence_number
+    following = client.responses.retrieve(seen[0].response.id, stream=True, starting_after=last)
+    gone.set()
+    rest = list(following)
+    assert [event.sequence_number for event in rest] == list(range(last + 1, last + 1 + len(rest)))
+    assert rest[-1].type == "response.completed"
+    assert rest[-1].response.output_text == STORY
+    assert not engine.aborted
+
+
+@pytest.mark.parametrize("way", ["cancelled", "deleted"])
+def test_stream_in_the_background_ends_where_its_response_does(
+    client: openai.OpenAI, http: httpx.Client, engine: ScriptedDispatcher, way: str
+) -> None:
+    engine.script = lambda submission: [*engine.story(submission)[:3], 60.0]
+    stream = client.responses.create(model="tiny", input="Hi", background=True, stream=True)
+    first = next(stream)
+    assert first.type == "response.created"
+    path = f"/v1/responses/{first.response.id}"
+    if way == "deleted":
+        assert http.delete(path).json()["deleted"]
+        assert {event.type for event in list(stream)[-1:]} <= {"response.in_progress", "response.output_item.done"}
+        refused(http.get(path, params={"stream": True}), 404)
+        return
+    cancelled = http.post(f"{path}/cancel").json()
+    list(stream)
+    found = named_events(http.get(path, params={"stream": True}))
+    done = [event["item"] for event in found if event["type"] == "response.output_item.done"]
+    assert done == cancelled["output"]
+
+
+def test_failure_is_the_last_event_in_the_background(http: httpx.Client, engine: ScriptedDispatcher) -> None:
+    engine.script = lambda submission: [*engine.story(submission)[:3], ReplicaLost("gone")]
+    found = events(ask(http, stream=True, background=True))
+    assert found[-1]["type"] == "response.failed"
+    assert found[-1]["response"] == http.get(f"/v1/responses/{found[-1]['response']['id']}").json()
+
+
+def test_response_without_kept_events_says_how_to_get_them(serve: Serve) -> None:
+    """It was not made so, or they are more than an eighth of the store."""
+    http = serve(response_store_bytes=16_000)
+    for fields in ({}, {"background": True}):
+        name = created(http, **fields)["id"]
+        refused(http.get(f"/v1/responses/{name}", params={"stream": True}), 400, param="stream")
+    found = events(ask(http, stream=True, background=True))
+    assert found[-1]["type"] == "response.completed"
+    path = f"/v1/responses/{found[-1]['response']['id']}"
+    eventually(lambda: http.get(path).json()["status"] == "completed")
+    error = refused(http.get(path, params={"stream": True}), 400, param="stream")
+    assert "1/8 of http.response_store_bytes" in error["message"]
+
+
+def test_events_in_the_background_count_as_memory_of_their_request(serve: Serve, engine: ScriptedDispatcher) -> None:
+    """They are bounded as bodies are: a response whose events take more memory than there is fails."""
+    engine.script = lambda submission: engine.story(submission, STORY * 20)
+    engine.max_model_len = 4000
+    http = serve(request_memory_bytes=200_000)
+    found = events(ask(http, stream=True, background=True))
+    assert found[-1]["type"] == "response.failed"
+    assert "http.request_memory_bytes" in found[-1]["response"]["error"]["message"]
+    engine.script = engine.story
+    assert events(ask(http, stream=True, background=True))[-1]["type"] == "response.completed", "its memory is free"
 
 
 def test_failure_in_the_background_is_the_error_of_the_response(http: httpx.Client, engine: ScriptedDispatcher) -> None:
