@@ -19,6 +19,7 @@ from crossdock.cluster.bench.agents import Agents
 from crossdock.cluster.bench.flags import matching, takes
 from crossdock.cluster.bench.load import Load, SharedFlags
 from crossdock.cluster.bench.mix import Mix, named_mix
+from crossdock.cluster.bench.other_flags import BenchCommand
 from crossdock.cluster.bench.workloads import SHAPES, Interference
 
 if TYPE_CHECKING:
@@ -138,6 +139,9 @@ def bench(flags: BenchFlags) -> None:
         _write_plot(result, flags.plot_file)
     if result.ended_early or not result.summary["requests_ok"]:
         raise typer.Exit(1)
+
+
+bench.command_class = BenchCommand  # type: ignore[attr-defined]  # read by cli.py
 
 
 def _write_plot(result: "BenchResult", file: Path) -> None:
