@@ -16,7 +16,7 @@ from crossdock.cluster.serve.adopted import Adopted, Part, adopt, value_of, with
 from crossdock.cluster.serve.other_flags import answer, takes_several, takes_value
 from crossdock.cluster.yaml_text import read_yaml
 
-_MODEL = ("--model", "--model-path")  # other ways to give MODEL
+_MODEL = ("--model", "--model-path", "--model-id")  # other ways to give MODEL
 _LISTS = (
     "--served-model-name",
     "--api-key",
@@ -116,6 +116,11 @@ def translated(args: Sequence[str], arity: Mapping[str, bool], absent: Mapping[s
             break
     is_strict = any(name == _STRICT for name, _ in parts)
     line = adopt(parts, arity, absent, is_strict=is_strict)
+    for full, written in _short_forms(args, arity).items():
+        line.notes, line.errors = (
+            [text.replace(f"{full}: ", f"{written} (short for {full}): ", 1) for text in texts]
+            for texts in (line.notes, line.errors)
+        )
     if all(option in arity or option in takes_value() for option in _options(parts)):
         _require_one_model([words[0] for name, words in line.parts if not name])
     line.parts = list(_with_parts_joined(line.parts))
@@ -212,6 +217,13 @@ def _full(name: str, arity: Collection[str]) -> str:
         return name
     longer = [each for each in names if each.startswith(name)]
     return longer[0] if len(longer) == 1 else name
+
+
+def _short_forms(args: Sequence[str], arity: Collection[str]) -> dict[str, str]:
+    """Return the flags of others that words are the beginnings of, and the words: they may be meant otherwise."""
+    written = ("--" + word.partition("=")[0].lstrip("-").replace("_", "-") for word in args if word.startswith("--"))
+    found = {_full(name, arity): name for name in written}
+    return {full: name for full, name in found.items() if full != name and full not in arity and full not in _MODEL}
 
 
 def _with_parts_joined(parts: Sequence[Part]) -> Iterator[Part]:

@@ -374,7 +374,7 @@ def _parsed_type(annotation: Any) -> tuple[Any, str | None]:
 
 _WORDS_OF_OTHERS: Mapping[str, Mapping[str, str | None]] = {  # setting: words of vLLM and SGLang, and ours
     "model.dtype": {"half": "float16", "float": "float32"},
-    "engine.kv_cache_dtype": {"fp8_e4m3": "fp8"},
+    "engine.kv_cache_dtype": {"fp8_e4m3": "fp8", "fp8_e4m3fn": "fp8"},
     "engine.attention_backend": {
         "FLASH_ATTN": "flash_attn",
         "TRITON_ATTN": "triton",

@@ -8,7 +8,16 @@ from pathlib import Path
 import pytest
 
 from crossdock.cluster import cli
-from crossdock.cluster.serve.other_flags import STATES, answer, known, table, unread_variables, verdict
+from crossdock.cluster.serve.arguments import _parts
+from crossdock.cluster.serve.other_flags import (
+    STATES,
+    answer,
+    known,
+    table,
+    takes_value,
+    unread_variables,
+    verdict,
+)
 from tests.cluster.serve.flags.test_flags import printed_config
 from tests.cluster.watch.terminal import run
 
@@ -121,6 +130,26 @@ def test_flags_that_are_the_same_take_the_same_values(server: str) -> None:
 DEFAULTS = ("--enable-auto-tool-choice", "--enable-chunked-prefill", "--enable-prefix-caching", "--api-key")
 
 
+def test_every_flag_of_tgi_is_ours_or_has_a_line_of_its_own() -> None:
+    """`--quantize` begins the name of a flag of SGLang, and was taken for that one."""
+    here = ours() | {"--model-id"}
+    for flag in flags_of("TGI"):
+        assert flag in here or answer(flag) is not None, flag
+        name, words = next(iter(_parts([flag, "x"], dict.fromkeys(here, True))))
+        assert name == flag or name in ("", "--model-id"), f"{flag} is read as {name}"
+        assert "x" in words[-1] or not takes_value().get(flag, True)
+
+
+def test_beginning_of_a_flag_of_others_is_named_beside_the_flag() -> None:
+    """Its user may have meant a flag of a server that is not known here."""
+    for written, name, full in (
+        ("--warmup=1", "--warmup", "--warmups"),
+        ("--swa_full=1", "--swa-full", "--swa-full-tokens-ratio"),
+    ):
+        result = run("config", "org/x", written)
+        assert any(f" {name} (short for {full}): " in line for line in result.stderr.splitlines()), result.stderr
+
+
 def test_flags_of_older_servers_have_a_line() -> None:
     assert not [flag for flag in flags_of("older") if answer(flag) is None]
 
@@ -200,14 +229,40 @@ def test_flag_of_others_ends_the_command_with_its_line(command: str, args: list[
     ("written", "ours_", "said"),
     [
         ("--dp-size 4", "--pools mixed=4", "--dp-size: read as --pools mixed=4"),
+        ("--quantize marlin", "--quantization gptq", "--quantize: read as --quantization gptq"),
+        (
+            "--quantize fp8 --num-shard 2 --sharded true",
+            "-q fp8 --tp 2",
+            "--num-shard: read as --tensor-parallel-size",
+        ),
+        (
+            "--speculate 3",
+            '--speculative-config {"method":"ngram","num_speculative_tokens":3}',
+            '--speculate: read as --speculative-config {"method": "ngram", "num_speculative_tokens": 3}',
+        ),
+        (
+            "--hostname ::1 -p 81 --kv-cache-dtype fp8_e4m3fn",
+            "--host ::1 --port 81 --kv-cache-dtype fp8",
+            "-p: read as --port",
+        ),
+        ("--max-total-tokens 9 --json-output", "", "--max-total-tokens: left out: KV pages get"),
         ("-dp 1", "", "-dp 1: not needed"),
         ("--context_length=9", "--max-model-len 9", "--context-length: read as --max-model-len 9"),
         (
             "--mem-frac 0.7",
             "--gpu-memory-utilization 0.7",
-            "--mem-fraction-static: read as --gpu-memory-utilization 0.7",
+            "--mem-frac (short for --mem-fraction-static): read as --gpu-memory-utilization 0.7",
         ),
-        ("--disable-overlap", "--no-async-scheduling", "--disable-overlap-schedule: read as --no-async-scheduling"),
+        (
+            "--disable-overlap",
+            "--no-async-scheduling",
+            "--disable-overlap (short for --disable-overlap-schedule)",
+        ),
+        (
+            "--max_seq_len 9 --tool-parser hermes",
+            "--max-model-len 9 --tool-call-parser hermes",
+            "--max-seq-len: read as",
+        ),
         ("--api-server-count 2", "--set http.replicas=2", "--api-server-count: read as --set http.replicas=2"),
         ("--mm-processor-cache-gb 0.5", "--set http.media_cache_bytes=536870912", "--mm-processor-cache-gb: read as"),
         (
