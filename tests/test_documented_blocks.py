@@ -112,7 +112,8 @@ def known_flags() -> frozenset[str]:
     found = OF_EXAMPLES | {name for param in ours for name in (*param.opts, *param.secondary_opts)}
     for path in (ROOT / "benchmarks").rglob("*.py"):
         found |= script_flags(str(path.relative_to(ROOT)))
-    return frozenset(found | set(FLAG.findall((ROOT / "cluster" / "serve" / "other_flags.yaml").read_text())))
+    answered = (ROOT / "cluster" / name for name in ("serve/other_flags.yaml", "bench/other_flags.py"))
+    return frozenset(found.union(*(FLAG.findall(file.read_text()) for file in answered)))
 
 
 @cache

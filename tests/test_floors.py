@@ -44,7 +44,7 @@ BELOW = {  # room: the rooms it may import besides itself
     "cluster/trainers": {"cluster/serve"},
     "cluster/dispatch": {"router", "workers/report", "workers/schedule"},
     "cluster/watch": {"workers/schedule"},
-    "cluster/bench": {"cluster/watch", "workers/schedule"},
+    "cluster/bench": {"cluster/help_pages.py", "cluster/watch", "workers/schedule"},
     "cluster/simulate": {
         "cluster/bench",
         "cluster/yaml_text.py",

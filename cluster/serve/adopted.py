@@ -15,6 +15,7 @@ _REPLICAS = ("--data-parallel-size", "-dp", "--dp-size", "--dp")
 _WIDE_EXPERTS = {"--enable-expert-parallel", "-ep"}  # of vLLM: the ranks of all data-parallel replicas share experts
 _SHARED_ATTENTION = {"--enable-dp-attention", "--attn-dp-size"}  # of SGLang: --tp-size counts all ranks already
 _RANKS = ("--tensor-parallel-size", "--tp-size", "--tp", "-tp")
+_LIMITS = "--limit-mm-per-prompt"
 _OFF = ("false", "False", "FALSE")
 _MOST_NAMED = 6  # flags in one line
 
@@ -87,11 +88,21 @@ def without_words_of_others(parts: Sequence[Part]) -> Adopted:
             line.parts.append((name, words))
         else:
             line.notes.append(found.line(f"{name} {value}"))
+    line.parts = [(name, _without_sound(words, line) if name == _LIMITS else words) for name, words in line.parts]
     names = {name for name, _ in line.parts}
     if {"--async-scheduling", "--speculative-config"} <= names:
         line.parts = [part for part in line.parts if part[0] != "--async-scheduling"]
         line.notes.append("--async-scheduling: left out: beside drafts a step begins when the tokens before are known")
     return line
+
+
+def _without_sound(words: list[str], line: Adopted) -> list[str]:
+    """Return the words of the limits of pictures and videos without one of sound: requests with sound are refused."""
+    limits = _object(value_of(words) or "")
+    if limits is None or not limits.get("audio"):
+        return words
+    line.notes.append(f"{_LIMITS}: audio is left out: sound is not supported, and requests with some are refused")
+    return [f"{_LIMITS}={json.dumps({**limits, 'audio': 0})}"]
 
 
 def _take(name: str, words: Sequence[str], found: Verdict, given: Collection[str], line: Adopted) -> None:

@@ -19,7 +19,7 @@ class StoredResponse:
     items: tuple[tuple[str, bytes], ...]  # the id of each, and the item
     is_background: bool
     events: tuple[bytes, ...] | None = None  # of the stream that it was made as; None: it was none, or they are gone
-    is_running: bool = False
+    is_running: bool = False  # more events may come; of an answer to who follows a response alone
 
     @property
     def num_bytes(self) -> int:

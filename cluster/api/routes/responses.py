@@ -439,9 +439,8 @@ async def _written(items: list[Item]) -> Written:
 
 def _cut(error: ApiError, after: int) -> bytes:
     """Return the event that ends a stream because of an error, after the event of number `after`."""
-    kind = "error"
     event = {
-        "type": kind,
+        "type": "error",
         "sequence_number": after + 1,
         "code": error.code,
         "message": str(error),

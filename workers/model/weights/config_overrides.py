@@ -23,6 +23,10 @@ def check_overrides(overrides: Mapping[str, Any]) -> None:
     for name, why in _REFUSED.items():
         if name in overrides:
             raise ValueError(f"{name} cannot be replaced: {why}. Serve a checkpoint whose files have another one")
+    for name in _ROTATION:
+        if not isinstance(overrides.get(name), dict | None):
+            example = '{"rope_type": "linear", "factor": 2.0}'
+            raise ValueError(f"{name} must be an object, such as {example}, or null, not {overrides[name]!r}")
 
 
 def overridden(found: Mapping[str, Any], overrides: Mapping[str, Any]) -> dict[str, Any]:

@@ -307,6 +307,16 @@ def test_flag_of_others_ends_the_command_with_its_line(command: str, args: list[
         ),
         ("--async-scheduling --spec-method medusa", "--async-scheduling", "--speculative-config {"),
         ("--load-format mistral", "", "--load-format mistral: not needed"),
+        (
+            '--limit-mm-per-prompt {"image":4,"audio":1}',
+            '--limit-mm-per-prompt {"image":4,"audio":0}',
+            "--limit-mm-per-prompt: audio is left out: sound is not supported",
+        ),
+        (
+            "--reasoning-parser-plugin x/nano_v3_reasoning_parser.py --reasoning-parser nano_v3",
+            "",
+            "--reasoning-parser nano_v3: not needed: the reasoning of Nemotron 3 is found",
+        ),
         ("--attention-backend ROCM_AITER_FA", "", "--attention-backend ROCM_AITER_FA: left out"),
         ("--context-length 9 --max-model-len 8", "--max-model-len 8", "--context-length: left out: --max-model-len is"),
         ("-dp 4 -ep -tp 2", "-tp 8 --enable-expert-parallel", "-dp 4: read as --tensor-parallel-size 8, one replica"),

@@ -11,7 +11,7 @@ import yaml
 from tests.cluster.watch.terminal import run
 
 DATA = Path(__file__).with_name("public_lines.yaml")
-GOALS = {"recipes": (147, 130), "others": (37, 30)}  # lines, and how many of them run at least
+GOALS = {"recipes": (147, 139), "others": (37, 30)}  # lines, and how many of them run at least
 
 
 @cache

@@ -115,6 +115,13 @@ def test_what_the_files_of_weights_are_cannot_be_replaced(name: str) -> None:
         ModelConfig(hf_overrides={name: "other"})
 
 
+@pytest.mark.parametrize("name", ["rope_scaling", "rope_parameters"])
+def test_name_of_a_rotation_alone_is_refused(name: str) -> None:
+    """TGI's --rope-scaling has a name, and its factor is another flag."""
+    with pytest.raises(ValueError, match=f"{name} must be an object, such as .*\"factor\": 2.0.* not 'linear'"):
+        ModelConfig(hf_overrides={name: "linear"})
+
+
 def test_overrides_reach_the_replicas_of_every_pool_and_estimates_of_gpus(tmp_path: Path) -> None:
     build("llama", {"max_position_embeddings": 64}).save_pretrained(tmp_path / "m")
     text = {"path": str(tmp_path / "m"), "hf_overrides": {"sliding_window": None}}
