@@ -112,10 +112,10 @@ def translated(args: Sequence[str], arity: Mapping[str, bool]) -> Line:
             _take_api(name, values, line)
         elif name == "--dataset-name":
             _take_data(values, ours, line)
-        elif name in _RENAMED and _RENAMED[name] in names:
-            line.notes.append(f"{name}: left out: {_RENAMED[name]} is given, and wins")
         elif name == "--model" and "--served-model-name" in names:
             line.notes.append("--model: left out: --served-model-name is the name that requests give")
+        elif name in _RENAMED and _RENAMED[name] in names and name != "--served-model-name":
+            line.notes.append(f"{name}: left out: {_RENAMED[name]} is given, and wins")
         elif name in _RENAMED:
             line.words += [_RENAMED[name], *values]
             line.notes.append(f"{name}: read as {_RENAMED[name]} {' '.join(values)}")

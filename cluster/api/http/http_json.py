@@ -108,6 +108,7 @@ class EventStream(Response):
 
     def __init__(self, first: bytes, rest: AsyncGenerator[bytes, None]) -> None:
         self.status_code = 200
+        self.background = None  # read by FastAPI, which answers GET
         self.raw_headers = [(b"cache-control", b"no-cache"), (b"x-accel-buffering", b"no")]
         self.raw_headers.append((b"content-type", b"text/event-stream; charset=utf-8"))
         self._first = first
