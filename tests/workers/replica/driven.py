@@ -5,18 +5,20 @@ import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
+from unittest.mock import patch
 
 from prometheus_client.parser import text_string_to_metric_families
 from pydantic import ByteSize
 
 from crossdock.workers.model.load import wrap_module
 from crossdock.workers.replica.config import EngineConfig
-from crossdock.workers.replica.engine.calibrate import warm_up
+from crossdock.workers.replica.engine import calibrate
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.serving.engine_thread import EngineThread
 from crossdock.workers.replica.serving.kv_events import open_publisher
 from crossdock.workers.schedule.request.slo import SloClass
 from crossdock.workers.schedule.request.submission import SamplingParams, Submission
+from tests.known_seconds import known_sweep
 from tests.waiting import until
 from tests.workers.architectures import build
 
@@ -40,7 +42,8 @@ class Driven:
         }
         self.engine = new_engine(wrap_module(build("llama", {})), EngineConfig.model_validate(settings | config))
         if is_warm:
-            warm_up(self.engine)
+            with patch.object(calibrate, "remembered_sweep", known_sweep):
+                calibrate.warm_up(self.engine)
         self.thread = EngineThread(self.engine, kv_events=open_publisher(self.engine.config))
         self.reader = self.thread.channel("test")
         self.ended: dict[str, asyncio.Event] = {}

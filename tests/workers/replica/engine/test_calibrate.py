@@ -106,6 +106,7 @@ def test_swept_step_that_other_work_disturbed_is_measured_again(monkeypatch: pyt
         calls.append(shape)
         return StepWork(prefill_tokens=1), [0.01, 0.02, 0.03] if calls.count(shape) == 1 else [0.008] * 3
 
+    monkeypatch.setattr(calibrate, "_REPEATED_S", 0.3)
     monkeypatch.setattr(calibrate, "measure_step", measured)
     sweep = calibrate._sweep(engine)
     assert {seconds for _, seconds in sweep} == {0.008}
