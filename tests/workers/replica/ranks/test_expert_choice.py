@@ -17,6 +17,7 @@ from crossdock.workers.replica.ranks.expert_choice import (
     with_experts_divided,
 )
 from crossdock.workers.report.expert_division import ExpertSizes
+from tests.sweeps import rest_in_soak, shared_out
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.weights.test_packed_checkpoints import write_experts
 from tests.workers.quantised import CASES
@@ -45,12 +46,15 @@ def _sizes(rank: int, spec: ReplicaSpec) -> ExpertSizes:
     return sizes_of(spec, config, "cpu", whole_experts(spec, config, rank, "cpu"))
 
 
-@pytest.mark.parametrize("division", [(2, 1), (2, 2)])
-@pytest.mark.parametrize(("name", "num_without"), [("qwen3_moe", 0), ("glm4_moe", 2)])
+MIXTURES = ("qwen3_moe", 0), ("glm4_moe", 2)  # and how many of the first layers have no experts
+
+
+@pytest.mark.parametrize(("mixture", "division"), shared_out(2, MIXTURES, [(2, 1), (2, 2)]))
 def test_sizes_are_those_of_the_model_that_transformers_makes(
-    ranks: Ranks, tmp_path: Path, division: tuple[int, int], name: str, num_without: int
+    ranks: Ranks, tmp_path: Path, mixture: tuple[str, int], division: tuple[int, int]
 ) -> None:
     """Count layers of all stages: the first has none with experts where the first two of four layers have none."""
+    name, num_without = mixture
     without = {"first_k_dense_replace": num_without} if num_without else {}
     module = build(name, SERVED[name] | {"num_hidden_layers": 4} | without)
     config = module.config
@@ -89,7 +93,6 @@ def test_faster_division_is_chosen_for_all_ranks_and_both_are_said(
         assert f" {1000 * streams:.3g} ms for 8, " in line  # max_num_seqs
         assert f" {1000 * chunk:.3g} ms for a chunk of 80 tokens" in line  # max_num_batched_tokens
     assert [line.endswith(": chosen") for line in lines] == [not is_whole, is_whole]
-    assert_worker_group_equals_one_rank(ranks, path, (2, 1), enable_expert_parallel=spec.enable_expert_parallel)
 
 
 def test_ranks_that_choose_give_the_tokens_of_one_rank(ranks: Ranks, tmp_path: Path) -> None:
@@ -153,7 +156,9 @@ def _measured(rank: int, spec: ReplicaSpec) -> list[list[float]]:
     return measured_seconds(spec, (slices, whole), sizes_of(spec, config, "cpu", whole), torch.float32, (1, 40))
 
 
-@pytest.mark.parametrize("case", ["plain", "fp8 blocks", "compressed-tensors w4a16"])
+@pytest.mark.parametrize(
+    "case", rest_in_soak(["plain", "fp8 blocks", "compressed-tensors w4a16"], "plain", "fp8 blocks")
+)
 def test_plain_and_packed_experts_are_measured(ranks: Ranks, tmp_path: Path, case: str) -> None:
     """All ranks have the same seconds, and computing takes some."""
     write_experts(tmp_path, CASES["awq" if case == "plain" else case], 128)

@@ -44,13 +44,13 @@ def test_experts_that_move_and_have_copies_leave_tokens_as_those_of_one_rank(
     ranks: Ranks, tmp_path: Path, name: str, division: tuple[int, int]
 ) -> None:
     path = uneven(tmp_path, name)
-    wanted = tokens(load_engine(spec_of(path, 1, 1)), works(num_tokens=40))
+    wanted = tokens(load_engine(spec_of(path, 1, 1)), works(num_tokens=24))
     with engine_of_ranks(ranks, path, *division, enable_expert_parallel=True, eplb=OFTEN) as engine:
         balance = engine.model.balance
         assert balance is not None
-        assert tokens(engine, works(num_tokens=40)) == wanted
+        assert tokens(engine, works(num_tokens=24)) == wanted
         assert balance.num_moved
-        assert tokens(engine, works(num_tokens=40)) == wanted
+        assert tokens(engine, works(num_tokens=8)) == [each[:8] for each in wanted], "from cached prompts"
         shown = EngineMetrics(engine).registry
         assert shown.get_sample_value("crossdock_experts_moved_total") == balance.num_moved
         assert balance.balancedness is not None
@@ -59,13 +59,13 @@ def test_experts_that_move_and_have_copies_leave_tokens_as_those_of_one_rank(
 
 def test_other_weights_begin_where_ranks_read_them_and_move_again(ranks: Ranks, tmp_path: Path) -> None:
     folders = [uneven(tmp_path / f"{seed}", "qwen3_moe", seed) for seed in (1, 2)]
-    wanted = [tokens(load_engine(spec_of(folder, 1, 1)), works(num_tokens=40)) for folder in folders]
+    wanted = [tokens(load_engine(spec_of(folder, 1, 1)), works(num_tokens=16)) for folder in folders]
     assert wanted[0] != wanted[1]
     with engine_of_ranks(ranks, folders[0], 2, 1, enable_expert_parallel=True, eplb=OFTEN) as engine:
         balance, update = engine.model.balance, engine.executor.new_weights
         assert balance is not None
         assert update is not None
-        assert tokens(engine, works(num_tokens=40)) == wanted[0]
+        assert tokens(engine, works(num_tokens=16)) == wanted[0]
         moved = balance.num_moved
         assert balance.moved_names
         update.call("read", {"folder": str(folders[1])})
@@ -73,7 +73,7 @@ def test_other_weights_begin_where_ranks_read_them_and_move_again(ranks: Ranks, 
         engine.pages.block_pool.clear_cache()
         assert not balance.moved_names
         update.call("check", {})
-        assert tokens(engine, works(num_tokens=40)) == wanted[1]
+        assert tokens(engine, works(num_tokens=16)) == wanted[1]
         assert balance.num_moved > moved
         assert balance.moved_names
         update.call("check", {})
@@ -82,7 +82,7 @@ def test_other_weights_begin_where_ranks_read_them_and_move_again(ranks: Ranks, 
         sleep.read([])
         sleep.wake([])
         engine.pages.block_pool.clear_cache()
-        assert tokens(engine, works(num_tokens=40)) == wanted[0]
+        assert tokens(engine, works(num_tokens=16)) == wanted[0]
 
 
 def test_step_before_which_an_expert_moves_teaches_no_seconds(ranks: Ranks, tmp_path: Path) -> None:

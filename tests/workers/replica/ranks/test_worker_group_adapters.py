@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from crossdock.workers.schedule.request.submission import Adapter, Submission
+from tests.sweeps import rest_in_soak
 from tests.workers.architectures import build
 from tests.workers.lora_oracle import tuned
 from tests.workers.ranks import DIVISIONS, Ranks, saved
@@ -14,7 +15,7 @@ from tests.workers.worker_groups import engine_of_ranks
 PROMPTS = [[7, 3, 9, 11, 5], [20 + i for i in range(90)]]
 
 
-@pytest.mark.parametrize("division", DIVISIONS)
+@pytest.mark.parametrize("division", rest_in_soak(DIVISIONS, (2, 2)))
 def test_worker_group_gives_each_request_its_adapters_tokens(
     ranks: Ranks, tmp_path: Path, division: tuple[int, int]
 ) -> None:

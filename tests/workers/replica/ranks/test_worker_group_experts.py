@@ -14,7 +14,7 @@ from crossdock.workers.replica.engine.sleep import Sleep
 from crossdock.workers.schedule.cost.cost import StepCost
 from crossdock.workers.schedule.request.batch import Batch
 from crossdock.workers.schedule.request.submission import Submission
-from tests.sweeps import SOAK
+from tests.sweeps import SOAK, rest_in_soak
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.weights.test_packed_checkpoints import write_experts, write_gpt_oss
 from tests.workers.quantised import CASES
@@ -26,7 +26,7 @@ from tests.workers.replica.ranks.test_worker_group_weights import PROMPT, _push,
 from tests.workers.worker_groups import engine_of_ranks
 
 
-@pytest.mark.parametrize("division", [(2, 1), pytest.param((4, 1), marks=SOAK), (2, 2)])
+@pytest.mark.parametrize("division", rest_in_soak([(2, 1), (4, 1), (2, 2)], (2, 2)))
 def test_worker_group_with_whole_experts_equals_one_rank(
     ranks: Ranks, tmp_path: Path, division: tuple[int, int]
 ) -> None:
@@ -105,7 +105,7 @@ def test_chunks_of_two_stages_beside_streams_pass_the_breakpoint_of_experts_and_
         engine.scheduler.learn(cost, 1.2, 0.5)
         before_each_step(engine, note)
         for number, text in enumerate(texts):
-            engine.add(Submission(f"{number}", text, greedy(40)))
+            engine.add(Submission(f"{number}", text, greedy(28)))
         begun = [delta for _ in range(8) for delta in engine.step().deltas]
         engine.add(Submission("long", long, greedy(12)))
         deltas = run(engine)
@@ -113,4 +113,4 @@ def test_chunks_of_two_stages_beside_streams_pass_the_breakpoint_of_experts_and_
     for delta in reversed(begun):
         deltas[delta.request_id].insert(0, delta)
     found = [tokens_of(deltas[name]) for name in ("0", "1", "2", "3", "long")]
-    assert found == [*generated(module, texts, 40), *generated(module, [long], 12)]
+    assert found == [*generated(module, texts, 28), *generated(module, [long], 12)]

@@ -3,14 +3,16 @@ states."""
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from pydantic import ByteSize
 
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
-from crossdock.workers.replica.engine.calibrate import warm_up
+from crossdock.workers.replica.engine import calibrate
 from crossdock.workers.schedule.request.submission import Submission
+from tests.known_seconds import known_sweep
 from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, build
 from tests.workers.ranks import DIVISIONS, Ranks, saved
@@ -39,14 +41,14 @@ UNEVEN = {
 def test_tokens_of_ranks_under_preemption_and_after_a_snapshot_are_those_of_transformers(
     ranks: Ranks, tmp_path: Path, name: str, division: tuple[int, int]
 ) -> None:
-    module = build(name, SERVED[name])
-    expected = generated(module, prompts(), NUM_TOKENS)
+    module, texts = build(name, SERVED[name]), prompts()[6:]
+    expected = generated(module, texts, NUM_TOKENS)
     with engine_of_ranks(
         ranks, saved(module, tmp_path), *division, kv_cache_memory=ByteSize(1 << 20), **SETTINGS
     ) as engine:
-        assert served_under_preemption(engine) == expected
+        assert served_under_preemption(engine, texts) == expected
         assert engine.scheduler.table.num_preemptions > 0
-        assert served(engine, prompts(), NUM_TOKENS) == expected
+        assert served(engine, texts[-3:], NUM_TOKENS) == expected[-3:]
         engine.add(Submission("again", prompts()[-1], greedy(NUM_TOKENS)))
         engine.step()
         assert engine.scheduler.table.requests()[0].num_cached_tokens >= 64, "a snapshot was found"
@@ -57,9 +59,9 @@ def test_tokens_of_ranks_under_preemption_and_after_a_snapshot_are_those_of_tran
 def test_tokens_of_ranks_whose_steps_begin_ahead_are_those_of_transformers(ranks: Ranks, tmp_path: Path) -> None:
     module = build("qwen3_next", SERVED["qwen3_next"])
     with engine_of_ranks(ranks, saved(module, tmp_path), 2, 1, async_scheduling=True, **SETTINGS) as engine:
-        expected = generated(module, FEW, NUM_TOKENS)
+        expected = generated(module, FEW, 12)
         for _ in range(2):
-            assert served(engine, FEW, NUM_TOKENS) == expected
+            assert served(engine, FEW, 12) == expected
 
 
 @pytest.mark.parametrize("case", rest_in_soak(UNEVEN, *[*UNEVEN][:2]))
@@ -73,16 +75,15 @@ def test_state_has_the_pages_of_the_largest_on_every_stage(ranks: Ranks, tmp_pat
         assert len({shape.layer for shape in states.shapes}) == UNEVEN[case][3:].count(LINEAR)
         own, common = states.num_pages(engine.model.layout(8).page_bytes), engine.pages.state_pages
         assert common == own if case == "no state on the first stage" else common > own
-        assert served(engine, FEW, NUM_TOKENS) == generated(module, FEW, NUM_TOKENS)
+        assert served(engine, FEW, 12) == generated(module, FEW, 12)
 
 
 @pytest.mark.parametrize("division", rest_in_soak(DIVISIONS, *DIVISIONS[-1:]))
 def test_state_of_ranks_is_counted_as_theirs_together(ranks: Ranks, tmp_path: Path, division: tuple[int, int]) -> None:
     path = saved(build("qwen3_next", SERVED["qwen3_next"]), tmp_path)
     whole = load_model(ModelSpec(str(path), "float32"))
-    with engine_of_ranks(
-        ranks, path, *division, **SETTINGS | {"max_num_seqs": 2}
-    ) as engine:  # fewer steps are measured
-        profile = warm_up(engine)
+    with engine_of_ranks(ranks, path, *division, **SETTINGS) as engine:
+        with patch.object(calibrate, "remembered_sweep", known_sweep):
+            profile = calibrate.warm_up(engine)
         assert profile.page_bytes == whole.layout(8).page_bytes
         assert profile.state_pages == engine.pages.state_pages == whole.state_pages(8)
