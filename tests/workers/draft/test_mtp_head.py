@@ -38,6 +38,7 @@ from tests.workers.worker_groups import engine_of_ranks
 FAMILIES = ["deepseek_v3", "deepseek_v32", "exaone_moe", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "hy_v3"]
 FAMILIES += ["mellum", "nemotron_h", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next"]
 HISTORIES = ["deepseek_v3", "glm_moe_dsa", "nemotron_h", "qwen3_5_text"]
+FEW = 6  # requests of a history, where neither pages nor places are scarce
 ERRORS = {"nemotron_h": 1e-3}  # of logprobs: Mamba-2's scan over a chunk, or over drafts, adds in another order
 
 
@@ -48,23 +49,23 @@ def mtp_config(folder: Path | None, num_tokens: int = 4, **others: Any) -> dict[
 
 
 @cache
-def without(name: str, seed: int) -> dict[str, list[TokenDelta]]:
+def without(name: str, seed: int, count: int = NUM_REQUESTS) -> dict[str, list[TokenDelta]]:
     """Return the deltas of a history's requests from an engine without drafts, with pages for all and no abort."""
-    history = History.random(seed, NUM_REQUESTS)
+    history = History.random(seed, count)
     return serve(engine_of(target=target_of(name)), History(history.works, history.arrivals, {}))[0]
 
 
 def check_drafts(noted: Noted, oracle: MtpReference, least: float = 1.0, first: int = 0) -> None:
-    """Check that at least such a share of the noted drafts, every third one, is the oracle's."""
+    """Check that at least such a share of the noted drafts, every fifth one, is the oracle's."""
     assert len(noted.notes) > 30
-    same = [drafts == oracle.drafts(text, len(drafts), first) for text, drafts in noted.notes[::3]]
+    same = [drafts == oracle.drafts(text, len(drafts), first) for text, drafts in noted.notes[::5]]
     assert sum(same) >= least * len(same)
 
 
 @pytest.mark.parametrize("name", rest_in_soak(FAMILIES, *HISTORIES, "exaone_moe", "glm4_moe", "hy_v3", "mellum"))
 def test_head_in_an_engine_drafts_as_transformers_at_every_step(tmp_path: Path, name: str) -> None:
     """Prompts come in chunks, streams join and leave, and some drafts are accepted, others not."""
-    folder, reference, history = write_checkpoint(tmp_path, name), without(name, 5), History.random(5, NUM_REQUESTS)
+    folder, reference, history = write_checkpoint(tmp_path, name), without(name, 5, FEW), History.random(5, FEW)
     settings = {"enable_prefix_caching": False, "max_num_batched_tokens": 40, "max_num_seqs": 4}
     engine = engine_of(target=target_of(name), speculative_config=mtp_config(folder), **settings)
     noted = noting(engine, {name: tokens_of(deltas) for name, deltas in reference.items()})
@@ -164,7 +165,7 @@ def test_head_of_a_model_in_bfloat16_is_in_bfloat16_and_its_drafts_are_accepted(
 
 def check_own_head(target: PreTrainedModel, same: PreTrainedModel, folder: Path, oracle: MtpReference) -> None:
     """Check the drafts of the head in `folder`, and that tokens are those without drafts, of `same`, a second copy."""
-    history = History.random(5, NUM_REQUESTS)
+    history = History.random(5, FEW)
     history = History(history.works, history.arrivals, {})
     reference = serve(engine_of(target=same), history)[0]
     engine = engine_of(target=target, speculative_config=mtp_config(folder), enable_prefix_caching=False)
@@ -215,7 +216,7 @@ def test_packed_matrices_of_a_head_draft_as_the_weights_that_they_mean(tmp_path:
     add_tensors(folder, tensors)
     config = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"quantization_config": case.config}))
-    reference, history = without(name, 5), History.random(5, NUM_REQUESTS)
+    reference, history = without(name, 5, FEW), History.random(5, FEW)
     settings = {"enable_prefix_caching": False, "max_num_batched_tokens": 40}
     engine = engine_of(target=target_of(name), speculative_config=mtp_config(folder), **settings)
     noted = noting(engine, {each: tokens_of(deltas) for each, deltas in reference.items()})
@@ -233,11 +234,11 @@ def test_ranks_and_stages_with_a_head_give_the_tokens_of_one_rank_without(
 ) -> None:
     """The driver reads a whole embedding or output projection where it has a part of the model's, or none."""
     name, division = divided
-    folder, reference = write_checkpoint(tmp_path, name), without(name, 1)
+    folder, reference = write_checkpoint(tmp_path, name), without(name, 1, FEW)
     config = {"speculative_config": mtp_config(None), "admission": "queue", "enable_prefix_caching": False}
     with engine_of_ranks(ranks, folder, *division, **config) as engine:
         noted = noting(engine, {name: tokens_of(deltas) for name, deltas in reference.items()})
-        found, aborted = serve(engine, History.random(1, NUM_REQUESTS))
+        found, aborted = serve(engine, History.random(1, FEW))
     for request, deltas in reference.items():
         check_request(found[request], deltas, request in aborted, ERRORS.get(name, 1e-4))
     check_drafts(noted, plain(name), 0.9)

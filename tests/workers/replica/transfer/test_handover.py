@@ -48,9 +48,9 @@ async def test_shipped_e4m3_pages_give_the_tokens_of_local_ones() -> None:
     """Each side has found its scales itself; the pages travel as they are."""
     async with pair("tcp", max_num_batched_tokens=24, kv_cache_dtype="fp8") as (prefill, decode):
         works = [submission(prompt) for prompt in prompts(8)]
-        expected = [await decode.generate(local(work)) for work in works]
+        expected = await asyncio.gather(*(decode.generate(local(work)) for work in works))
         await decode.on_engine(decode.engine.pages.block_pool.clear_cache)
-        assert [await ship(prefill, decode, work) for work in works] == expected
+        assert await asyncio.gather(*(ship(prefill, decode, work) for work in works)) == expected
         page_bytes = prefill.engine.model.layout(16).page_bytes
         sent = [figures for _, is_sent, figures, _ in prefill.ended if is_sent]
         assert all(figures.num_bytes == figures.num_pages * page_bytes for figures in sent)

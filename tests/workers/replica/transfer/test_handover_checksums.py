@@ -7,6 +7,7 @@ import pytest
 
 from crossdock.workers.schedule.request.submission import Submission
 from tests.kvtransfer.damage import damage_pages
+from tests.sweeps import SOAK
 from tests.workers.architectures import build
 from tests.workers.ranks import Ranks, saved
 from tests.workers.replica.sides import NIXL_IN_SOAK, Side, closing, local, pair, prompts, ship, start, submission
@@ -52,7 +53,9 @@ async def test_tokens_of_damaged_prompts_are_those_of_local_ones() -> None:
         await check_damaged(prefill, decode, works, expected)
 
 
-@pytest.mark.parametrize(("division", "is_prefill_whole"), [((2, 1), True), ((2, 1), False), ((1, 2), False)])
+@pytest.mark.parametrize(
+    ("division", "is_prefill_whole"), [((2, 1), True), pytest.param((2, 1), False, marks=SOAK), ((1, 2), False)]
+)
 async def test_damage_between_unequal_shards_is_found_by_the_rank_that_it_meets(
     ranks: Ranks, tmp_path: Path, division: tuple[int, int], is_prefill_whole: bool
 ) -> None:

@@ -1,5 +1,6 @@
 """Pages of GPUs go and come back at another address, and other replicas ship pages there. No GPU is here."""
 
+import asyncio
 from pathlib import Path
 
 import pytest
@@ -31,7 +32,7 @@ async def test_pages_are_shipped_to_where_they_are_after_a_sleep(
         sides = (divided, whole) if is_prefill_divided else (whole, divided)
         async with closing(*sides) as (prefill, decode):
             works = [submission(prompt) for prompt in prompts(4)]
-            expected = [await whole.generate(local(work)) for work in works]
+            expected = await asyncio.gather(*(whole.generate(local(work)) for work in works))
             assert await shipped(prefill, decode, works) == expected
             first = {side: side.blob for side in sides}
             for level, part in ((1, "weights"), (2, "kv_cache")):
@@ -51,4 +52,5 @@ async def shipped(prefill: Side, decode: Side, works: list[Submission]) -> list[
     """Return the tokens of requests that both compute, with no prefix at either side."""
     for side in (prefill, decode):
         await side.on_engine(side.engine.pages.block_pool.clear_cache)
-    return [await ship(prefill, decode, submission(list(work.prompt_token_ids))) for work in works]
+    again = (submission(list(work.prompt_token_ids)) for work in works)
+    return await asyncio.gather(*(ship(prefill, decode, work) for work in again))
