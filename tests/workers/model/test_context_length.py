@@ -12,6 +12,7 @@ from crossdock.workers.model.context_length import longest_request
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.weights.weights import read_config
+from tests.sweeps import shared_out
 from tests.workers.architectures import build
 from tests.workers.model.paged import assert_near, in_random_steps, monolithic, random_prompts, through_pages
 
@@ -51,8 +52,7 @@ def write(folder: Path, scaling: dict[str, Any], form: str = "rope_parameters", 
     return type(module).from_pretrained(folder).eval()
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize("name", LENGTHENED)
+@pytest.mark.parametrize(("name", "form"), shared_out(len(FORMS), [*LENGTHENED], FORMS))
 def test_scaled_context_equals_transformers_at_every_chunk_boundary(name: str, form: str, tmp_path: Path) -> None:
     scaling, longest = LENGTHENED[name]
     module = write(tmp_path, scaling, form)
@@ -126,12 +126,10 @@ def test_refusal_of_a_longer_context_says_what_to_override(
         load_model(ModelSpec(str(tmp_path), "float32", max_model_len=1000))
 
 
-@pytest.mark.parametrize("form", FORMS)
-@pytest.mark.parametrize(
-    "scaling",
-    [{"rope_type": "default"}, LENGTHENED["linear"][0], LENGTHENED["yarn"][0], AS_BEFORE["dynamic"][0]],
-    ids=lambda scaling: scaling["rope_type"],
-)
+SCALINGS = [{"rope_type": "default"}, LENGTHENED["linear"][0], LENGTHENED["yarn"][0], AS_BEFORE["dynamic"][0]]
+
+
+@pytest.mark.parametrize(("scaling", "form"), shared_out(len(FORMS), SCALINGS, FORMS))
 def test_overrides_that_the_refusal_names_serve_the_longer_context(
     scaling: dict[str, Any], form: str, tmp_path: Path
 ) -> None:

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from crossdock.workers.model.model_spec import ModelSpec
 from crossdock.workers.model.text_encoder import TextEncoder, load_text_encoder
 from crossdock.workers.model.text_files import text_answer
-from tests.workers.text_encoders import FAMILIES, POSITIONS, VECTORS, hidden_of, logits_of, saved
+from tests.workers.text_encoders import FAMILIES, POSITIONS, TYPED, VECTORS, hidden_of, logits_of, saved
 
 
 def load(folder: Path, max_model_len: int | None = None, dtype: str = "float32") -> TextEncoder:
@@ -39,10 +39,9 @@ def test_hidden_states_of_texts_in_one_batch_are_those_of_transformers(family: s
         torch.testing.assert_close(part, hidden_of(model, text), atol=2e-5, rtol=1e-4)
 
 
-@pytest.mark.parametrize("pooling", ["cls", "mean"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("family", "pooling"), [*((name, "cls") for name in FAMILIES), ("modernbert", "mean")])
 def test_labels_are_those_of_transformers(family: str, pooling: str, tmp_path: Path) -> None:
-    is_read = family == "modernbert"  # else heads read the first token alone
+    is_read = family == "modernbert"  # heads of the others read the first token alone
     model = saved(tmp_path, family, 3, **({"classifier_pooling": pooling} if is_read else {}))
     encoder = load(tmp_path)
     assert encoder.labels_of_mean == (is_read and pooling == "mean")
@@ -53,8 +52,9 @@ def test_labels_are_those_of_transformers(family: str, pooling: str, tmp_path: P
     torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-4)
 
 
-def test_second_text_of_a_pair_has_berts_second_type(tmp_path: Path) -> None:
-    model = saved(tmp_path, "bert")
+@pytest.mark.parametrize("family", TYPED)
+def test_second_text_of_a_pair_has_the_second_type(family: str, tmp_path: Path) -> None:
+    model = saved(tmp_path, family)
     encoder = load(tmp_path)
     text = [0, 5, 6, 2, 7, 8, 2]
     types = torch.tensor([[0, 0, 0, 0, 1, 1, 1]])

@@ -46,11 +46,11 @@ def tiny(name: str) -> Any:
 
 @pytest.mark.parametrize("name", rest_in_soak(NAMES, "gpt_oss", "qwen3_moe"))
 def test_logits_equal_transformers_in_any_chunks(name: str) -> None:
-    module = tiny(name)
-    expected = [monolithic(module, prompt) for prompt in PROMPTS]
+    module, prompts = tiny(name), PROMPTS[:2]
+    expected = [monolithic(module, prompt) for prompt in prompts]
     model = wrap_module(module, LoadOptions(attention=attention()))
     assert module.config._experts_implementation == "crossdock"
-    assert_near(in_random_steps(model, PROMPTS, seed=3), expected, 1e-4)
+    assert_near(in_random_steps(model, prompts, seed=3), expected, 1e-4)
 
 
 @pytest.mark.parametrize("failure", ["wrong", "raises"])

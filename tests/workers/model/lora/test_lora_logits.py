@@ -96,7 +96,7 @@ def test_triton_layers_add_what_adapters_change_in_joined_projections(
     """
     from crossdock.kernels.gpu.triton_low_rank import LowRankRows  # Triton is not installed everywhere
 
-    module = build("llama", {**FUSED["llama groups of 3"], "num_hidden_layers": 2})
+    module = build("llama", {**FUSED["llama groups of 3"], "num_hidden_layers": 1})
     adapters = adapters_of(module, tmp_path)
     prompts = [PROMPTS[0], PROMPTS[4], PROMPTS[1][:9], PROMPTS[2][:7]]  # few rows: the interpreter computes them
     models = [module, *(one.model for one in adapters)]

@@ -27,6 +27,7 @@ from crossdock.workers.model.weights.formats import PlainWeights
 from crossdock.workers.model.weights.heap import trim_heap
 from crossdock.workers.model.weights.packed_layers import PackedExperts, PackedLinear, packed_bytes
 from crossdock.workers.model.weights.weights import read_config
+from tests.sweeps import rest_in_soak
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import assert_near, in_random_steps, monolithic, random_prompts
 from tests.workers.quantised import CASES, SIZES, Case, mxfp4_experts, save, write
@@ -231,7 +232,11 @@ def test_bytes_of_published_checkpoints_are_near_those_of_their_files(
 INDIVISIBLE = {"fp8 uneven blocks": "40 rows each", "gptq act-order": r"\(act-order\) cannot be divided"}
 
 
-@pytest.mark.parametrize("name", CASES)
+# Scales of blocks and of groups, offsets, words in another order, a table; and matrices that cannot be divided.
+DIVIDED = ["fp8 blocks", "modelopt nvfp4", "compressed-tensors w4a16 zeros", "awq", "gptq", "bitsandbytes nf4"]
+
+
+@pytest.mark.parametrize("name", rest_in_soak(CASES, *DIVIDED, *INDIVISIBLE))
 def test_parts_of_packed_matrices_are_slices_of_the_whole_or_refused_by_name(name: str, tmp_path: Path) -> None:
     module = write(tmp_path, CASES[name], sizes=SIZES | {"intermediate_size": 128})
     config = AutoConfig.from_pretrained(tmp_path)

@@ -85,7 +85,7 @@ async def test_shipped_latents_give_the_tokens_of_local_ones(family: str, transp
 
     async with closing(side(), side()) as (prefill, decode):
         works = [submission(prompt, temperature=0.8 * (n % 2), seed=n) for n, prompt in enumerate(prompts(9))]
-        wanted = [await decode.generate(local(work)) for work in works]
+        wanted = await asyncio.gather(*(decode.generate(local(work)) for work in works))
         await decode.on_engine(decode.engine.pages.block_pool.clear_cache)
         assert await asyncio.gather(*(ship(prefill, decode, work) for work in works)) == wanted
         page_bytes = sum(shape.key_dim + shape.value_dim for shape in prefill.engine.model.layers) * 16

@@ -23,6 +23,7 @@ from crossdock.workers.replica.engine.engine import Engine, Step
 from crossdock.workers.schedule.request.request import TokenDelta
 from crossdock.workers.schedule.request.slo import SloClass
 from crossdock.workers.schedule.request.submission import Grammar, SamplingParams, Submission
+from tests.sweeps import rest_in_soak
 from tests.workers.architectures import build
 from tests.workers.replica.driven import driving
 from tests.workers.replica.speculating import (
@@ -66,7 +67,8 @@ def engine(**config: Any) -> Engine:
         "kv_cache_memory": ByteSize(8 << 20),
         "slo_classes": CLASSES,
     }
-    return new_engine(wrap_module(build("llama", {})), EngineConfig(**settings | config))
+    module = build("llama", {"num_hidden_layers": 2})
+    return new_engine(wrap_module(module), EngineConfig(**settings | config))
 
 
 def submissions(kinds: list[dict[str, Any]], count: int = 28) -> list[Submission]:
@@ -110,8 +112,8 @@ def served_in_turn(has_all_kinds: bool, memory: int) -> dict[str, list[TokenDelt
 @pytest.mark.parametrize(
     ("has_all_kinds", "memory", "widths"),
     [
-        pytest.param(False, 400_000, (4, 8), id="plain-preempting-a head is too little"),
-        pytest.param(True, 400_000, (256, 4096), id="all-preempting-a head is enough"),
+        pytest.param(False, 200_000, (4, 8), id="plain-preempting-a head is too little"),
+        pytest.param(True, 200_000, (256, 4096), id="all-preempting-a head is enough"),
         pytest.param(True, 8 << 20, (4, 8), id="all-ample-a head is too little"),
     ],
 )
@@ -185,7 +187,7 @@ def test_step_ahead_begins_before_the_tokens_of_the_step_before_are_read(order: 
     assert acted(ahead, order) == "b" + "br" * 4 + "r", "so are log-probabilities"
 
 
-@pytest.mark.parametrize("seed", [*range(4), *(pytest.param(seed, marks=pytest.mark.soak) for seed in range(4, 100))])
+@pytest.mark.parametrize("seed", rest_in_soak(range(100), 0, 1))
 def test_history_served_ahead_gives_the_deltas_of_steps_in_turn(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """All kinds of requests, grammars too; requests that come, end and are aborted at any time; few pages or many."""
     draw, reference = random.Random(seed), expected_of(seed)
@@ -199,7 +201,7 @@ def test_history_served_ahead_gives_the_deltas_of_steps_in_turn(seed: int, monke
 
 
 def test_steps_ahead_take_the_time_between_their_ends() -> None:
-    _, steps = served(engine(async_scheduling=True), submissions(KINDS))
+    _, steps = served(engine(async_scheduling=True), submissions(KINDS, 10))
     for before, after in pairwise(steps):
         assert after.started >= before.started + before.seconds
         assert after.seconds > 0
@@ -207,7 +209,7 @@ def test_steps_ahead_take_the_time_between_their_ends() -> None:
 
 def test_step_that_fails_behind_another_ends_all_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     ahead = engine(async_scheduling=True)
-    works = submissions(KINDS)
+    works = submissions(KINDS, 10)
     expected, _ = served(ahead, works)
     for work in works[4:10]:
         ahead.add(work)

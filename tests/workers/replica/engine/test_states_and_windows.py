@@ -55,11 +55,11 @@ def engine_on(model: LoadedModel, num_pages: int, **config: Any) -> Engine:
     return new_engine(model, EngineConfig(kv_cache_memory=memory, **settings))
 
 
-def served_under_preemption(engine: Engine) -> list[list[int]]:
-    """Return the tokens of all prompts; every fifth step a request is preempted that is not in flight."""
-    for number, prompt in enumerate(prompts()):
+def served_under_preemption(engine: Engine, texts: list[list[int]]) -> list[list[int]]:
+    """Return the tokens after prompts; every fifth step a request is preempted that is not in flight."""
+    for number, prompt in enumerate(texts):
         engine.add(Submission(str(number), prompt, greedy(NUM_TOKENS)))
-    tokens: dict[str, list[int]] = {str(number): [] for number in range(len(prompts()))}
+    tokens: dict[str, list[int]] = {str(number): [] for number in range(len(texts))}
     num_steps = 0
     while engine.has_work:
         for delta in engine.step().deltas:
@@ -121,7 +121,7 @@ def test_tokens_under_preemption_are_those_of_transformers(
 ) -> None:
     longest = 32 + 2 * model.state_pages(8)  # pages of a request of max_model_len, with a snapshot
     engine = engine_on(model, 10 + longest, async_scheduling=is_ahead, max_num_batched_tokens=40)
-    assert served_under_preemption(engine) == expected
+    assert served_under_preemption(engine, prompts()) == expected
     assert is_ahead or engine.scheduler.table.num_preemptions > 0, "ahead, most requests are in flight all the time"
 
 

@@ -84,7 +84,7 @@ def test_prompt_is_computed_from_its_beginning_while_it_is_loaded_from_its_end(t
     """With a cost by which a page takes 8 ms to compute, and as long to load."""
     model = model_of("llama")
     with engine_on(model, 20) as plain:
-        expected, _ = answers(plain, [*PROMPTS, *PROMPTS])
+        expected, _ = answers(plain, PROMPTS)
     for tier in ("kv_cache_host_memory", "kv_cache_files"):
         with engine_on(model, 20, **settings_of(tier, tmp_path)) as tiered:
             first, _ = answers(tiered, PROMPTS)
@@ -92,7 +92,7 @@ def test_prompt_is_computed_from_its_beginning_while_it_is_loaded_from_its_end(t
             tiered.scheduler.loading.tiers.tiers[0].load_s = 8e-3
             second, cached = answers(tiered, PROMPTS)
             assert tiered.pages.counts().owned == 0
-        assert first + second == expected
+        assert first == second == expected
         assert sum(0 < count < 88 for count in cached) > 0, cached
 
 
@@ -157,10 +157,11 @@ def settings_of(tier: str, folder: Path) -> dict[str, Any]:
 def test_prompt_whose_pages_were_evicted_is_loaded(tier: str, name: str, tmp_path: Path) -> None:
     model = model_of(name)
     with engine_on(model, 60) as plain:
-        expected, _ = answers(plain, [*PROMPTS, *PROMPTS])
+        expected, _ = answers(plain, PROMPTS)
     with engine_on(model, 60, **settings_of(tier, tmp_path)) as tiered:
         tokens, cached = answers(tiered, [*PROMPTS, *PROMPTS])
-    assert tokens == expected
+        assert sum(each.num_loads for each in tiered.scheduler.loading.tiers.tiers) > 0
+    assert tokens == expected * 2
     assert cached == [0] * len(PROMPTS) + [88] * len(PROMPTS)
 
 
@@ -231,19 +232,19 @@ def test_metrics_count_pages_by_tier(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("harm", ["deleted", "spoilt", "folder gone"])
 def test_files_that_are_lost_while_the_engine_runs_are_computed(harm: str, tmp_path: Path) -> None:
-    model = model_of("llama")
+    model, prompts = model_of("llama"), PROMPTS[:4]
     with engine_on(model, 20) as plain:
-        expected, _ = answers(plain, [*PROMPTS, *PROMPTS])
+        expected, _ = answers(plain, prompts)
     with engine_on(model, 20, **settings_of("kv_cache_files", tmp_path / "kv")) as tiered:
-        first, _ = answers(tiered, PROMPTS)
+        first, _ = answers(tiered, prompts)
         if harm == "folder gone":
             shutil.rmtree(tmp_path / "kv")
         for path in [path for path in (tmp_path / "kv").glob("*/*/*") if path.is_file()][::2]:
             path.unlink() if harm == "deleted" else path.write_bytes(path.read_bytes()[:-1] + b"?")
-        second, cached = answers(tiered, PROMPTS)
+        second, cached = answers(tiered, prompts)
         assert tiered.scheduler.loading.tiers.tiers[0].num_misses > 0
-    assert first + second == expected
-    assert sum(cached) < 88 * len(PROMPTS)
+    assert first == second == expected
+    assert sum(cached) < 88 * len(prompts)
 
 
 def test_engine_that_starts_again_finds_what_an_idle_one_has_written(tmp_path: Path) -> None:
