@@ -4,7 +4,6 @@ import re
 import signal
 import subprocess
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ import yaml
 from tests.cluster.ports import free_port
 from tests.cluster.serve.joined.joined_cluster import JoinedCluster, joined_cluster, shown
 from tests.cluster.watch.terminal import COMMAND
+from tests.sweeps import SOAK, rest_in_soak
 from tests.waiting import eventually
 
 pytestmark = pytest.mark.timeout(900)  # six starts at once, on a machine that may be busy
@@ -126,28 +126,23 @@ def test_applications_of_ours_answer_side_by_side_below_their_routes(
     assert cluster.team.answers(), cluster.team.wrong
 
 
-def test_name_route_and_port_that_are_taken_are_refused(
-    cluster: JoinedCluster, commands: dict[str, tuple[subprocess.Popen[bytes], Path]]
+@pytest.mark.parametrize("taken", rest_in_soak(["name", "route", "port"], "name"))
+def test_name_route_or_port_that_is_taken_is_refused(
+    cluster: JoinedCluster, commands: dict[str, tuple[subprocess.Popen[bytes], Path]], taken: str
 ) -> None:
-    """Each is a start of some seconds: test_shared_cluster.py has the other reasons."""
+    """Each is a start of some seconds: test_shared_cluster.py has all reasons."""
     process = commands["first"][0].pid
     owner = rf"deployed at .* UTC by process {process} of 127\.0\.0\.1, which runs"
     remedy = re.escape("""python -c "from ray import serve; serve.delete('crossdock')\"""")
-    refused = {
-        (): rf"application\.name: the cluster has an application 'crossdock' already, {owner}\. .*{remedy}\n",
-        (
-            "--app-name",
-            "other",
-            "--route-prefix",
-            "/teamB",
-        ): r"'/teamB' is the route of the application 'teamB', deployed",
-        ("--app-name", "other", "--set", "http.direct=true", "--port", str(cluster.port)): "choose another port",
-    }
-    with ThreadPoolExecutor(3) as pool:
-        ended = list(pool.map(lambda flags: cluster.run(*SERVE, *flags), refused))
-    for answer, message in zip(ended, refused.values(), strict=True):
-        assert answer.returncode == 1, answer.stdout
-        assert re.search(f"error: .*{message}", answer.stdout), answer.stdout
+    other = ("--app-name", "other")
+    flags, message = {
+        "name": ((), rf"application\.name: the cluster has an application 'crossdock' already, {owner}\. .*{remedy}\n"),
+        "route": ((*other, "--route-prefix", "/teamB"), "'/teamB' is the route of the application 'teamB', deployed"),
+        "port": ((*other, "--set", "http.direct=true", "--port", str(cluster.port)), "choose another port"),
+    }[taken]
+    answer = cluster.run(*SERVE, *flags)
+    assert answer.returncode == 1, answer.stdout
+    assert re.search(f"error: .*{message}", answer.stdout), answer.stdout
     assert [models(url(cluster, name)) for name in SERVED] == [[f"model-{name}"] for name in SERVED]
     assert cluster.team.answers(), cluster.team.wrong
 
@@ -159,9 +154,10 @@ def test_name_route_and_port_that_are_taken_are_refused(
             ("--set", "pools.mixed.num_cpus=40"),
             r"40 CPUs: the cluster has 16 CPUs on 1 machine, 1\d CPUs free; 2\d CPUs",
         ),
-        (
+        pytest.param(  # test_room.py has GPUs in every run
             ("--set", "pools.mixed.tensor_parallel_size=2", "--device", "cuda"),
             "2 GPUs: the cluster has 0 GPUs on 1 machine, 0 GPUs free; 2 GPUs",
+            marks=SOAK,
         ),
     ],
 )

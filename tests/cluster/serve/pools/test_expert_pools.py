@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import pytest
 
 from crossdock.cluster.serve.summary import summary
 from tests.cluster.serve.pools import served_pools as pools
@@ -28,6 +29,8 @@ POOLS: tuple[dict[str, Any], ...] = (
 SIZES = {"vocab_size": 640, "hidden_size": 128, "max_position_embeddings": 4096}
 
 
+# In every run, test_expert_choice has ranks that choose, and test_summary the lines.
+@pytest.mark.soak
 def test_start_without_a_word_on_experts_says_both_ways_and_serves_by_one(
     ray_cluster: None, tmp_path: Path, tokenizers: dict[str, Any]
 ) -> None:
@@ -42,6 +45,9 @@ def test_start_without_a_word_on_experts_says_both_ways_and_serves_by_one(
         assert_streams_greedy(oracle, [Stream(url, prompt(0, 40))])
 
 
+# In every run, test_worker_group_experts and test_moving_experts have the tokens, and test_divided_pair a rank that is
+# lost.
+@pytest.mark.soak
 def test_ranks_with_whole_experts_in_pools_have_the_tokens_of_one_rank_when_a_rank_is_killed(
     ray_cluster: None, tmp_path: Path, tokenizers: dict[str, Any]
 ) -> None:

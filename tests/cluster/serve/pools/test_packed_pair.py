@@ -17,7 +17,7 @@ POOLS: tuple[dict[str, Any], ...] = ({"name": "prefill", "tensor_parallel_size":
 SIZES = {"vocab_size": 640, "hidden_size": 384, "intermediate_size": 1024, "num_hidden_layers": 4, "head_dim": 96}
 
 
-@pytest.mark.soak  # test_unlike_weights has packed weights on pools, test_packed_checkpoints on ranks
+@pytest.mark.soak  # test_packed_checkpoints has packed weights on ranks, test_divided_pair pools
 def test_packed_weights_on_pools_and_ranks_give_the_tokens_of_the_dequantised_model(
     ray_cluster: None, tmp_path: Path, tokenizers: dict[str, Any]
 ) -> None:

@@ -70,6 +70,9 @@ def format_of(oracles: dict[str, Any], asked: list[int], tokens: list[int]) -> s
     return found[0]
 
 
+# In every run, tests/router/test_unlike_weights has the choice of a replica, and test_losses a stream that waits for a
+# replica of its own weights.
+@pytest.mark.soak
 def test_stream_of_a_killed_replica_goes_on_with_its_own_weights(url: str, oracles: dict[str, Any]) -> None:
     running = began(url, 9, 0)
     (name, victim), *_ = pools.processes("fp8").items()
