@@ -10,6 +10,7 @@ PATIENCE_S = 240.0  # a slow and busy machine took more than a minute for what t
 _PAUSE_S = 0.01
 _SHARE = 0.02  # of the wait so far: a long wait asks less often, so that it takes little time from what it waits for
 _LONGEST_PAUSE_S = 0.1
+SCRAPE_PAUSE_S = 0.3  # between two scrapes: each has all replicas and ingresses write their metrics
 
 
 class Clock:
@@ -21,13 +22,21 @@ class Clock:
         return self.now
 
 
-def eventually(holds: Callable[[], T], what: Callable[[], object] | str = "", seconds: float = PATIENCE_S) -> T:
-    """Return the first true value of `holds`. `what`: what to say when the deadline passes."""
+def eventually(
+    holds: Callable[[], T],
+    what: Callable[[], object] | str = "",
+    seconds: float = PATIENCE_S,
+    pause_s: float = _PAUSE_S,
+) -> T:
+    """Return the first true value of `holds`. `what`: what to say when the deadline passes.
+
+    `pause_s`: least seconds between two questions, for a question that takes many processes' time.
+    """
     began = time.monotonic()
     while not (value := holds()):
         waited = time.monotonic() - began
         assert waited < seconds, (what() if callable(what) else what) or "the condition never held"
-        time.sleep(min(_PAUSE_S + _SHARE * waited, _LONGEST_PAUSE_S))
+        time.sleep(max(pause_s, min(_PAUSE_S + _SHARE * waited, _LONGEST_PAUSE_S)))
     return value
 
 

@@ -40,7 +40,7 @@ def url(ray_cluster: None, small_model_dir: Path) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def local(small_model_dir: Path) -> Engine:
-    return pools.local_engine(small_model_dir)
+    return pools.local_engine(small_model_dir, is_caching=True)
 
 
 def num_running() -> int:

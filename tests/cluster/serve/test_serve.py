@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM
 
 from crossdock import LLM, SamplingParams
 from tests.cluster.serve.pools.served_pools import behind_proxies, metric, scrape
-from tests.waiting import eventually
+from tests.waiting import SCRAPE_PAUSE_S, eventually
 
 
 @pytest.fixture(scope="module")
@@ -45,6 +45,7 @@ def wait_until_idle(url: str) -> None:
     eventually(
         lambda: not metric(url, 'crossdock_pages{state="owned"') and not metric(url, "crossdock_requests_active"),
         "pages are still owned",
+        pause_s=SCRAPE_PAUSE_S,
     )
 
 

@@ -37,7 +37,7 @@ from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.schedule.request.submission import SamplingParams, Submission
 from tests.cluster.ports import free_port
-from tests.waiting import eventually
+from tests.waiting import SCRAPE_PAUSE_S, eventually
 
 APP = "pools"
 DECODES = 2
@@ -128,9 +128,12 @@ def _has_ended() -> bool:
     return False
 
 
-def local_engine(model: Path, kv_memory: int = KV_MEMORY) -> Engine:
-    """Return the oracle: the same model on one engine, which other tests compare with transformers' own generate."""
-    config = EngineConfig(kv_cache_memory=ByteSize(kv_memory), admission="queue", enable_prefix_caching=False)
+def local_engine(model: Path, kv_memory: int = KV_MEMORY, is_caching: bool = False) -> Engine:
+    """Return the oracle: the same model on one engine, which other tests compare with transformers' own generate.
+
+    `is_caching`: whether it keeps the pages of prefixes, for many prompts that begin alike.
+    """
+    config = EngineConfig(kv_cache_memory=ByteSize(kv_memory), admission="queue", enable_prefix_caching=is_caching)
     return new_engine(load_model(ModelSpec(str(model), DTYPE, max_model_len=_MAX_MODEL_LEN)), config)
 
 
@@ -311,12 +314,12 @@ def wait_until_whole(url: str, replicas: int = 1 + DECODES, *idle: str) -> None:
             found[:] = [samples_in(text, name) for name in names]
         return len(found[0]) == replicas and not any(sum(values.values()) for values in found)
 
-    eventually(is_whole, lambda: f"{names}: {found}")
+    eventually(is_whole, lambda: f"{names}: {found}", pause_s=SCRAPE_PAUSE_S)
 
 
 def wait_until_up(url: str, replicas: int) -> None:
     """Wait until so many replicas answer for their metrics."""
-    eventually(lambda: len(samples(url, 'crossdock_pages{state="owned"')) >= replicas)
+    eventually(lambda: len(samples(url, 'crossdock_pages{state="owned"')) >= replicas, pause_s=SCRAPE_PAUSE_S)
 
 
 # -- processes ---------------------------------------------------------------------------------------------------------
