@@ -36,14 +36,17 @@ DOCKERFILE = ROOT / "manifests" / "Dockerfile"
 COMPILED = "layer_steps"  # in seconds; the largest library takes half a minute
 # For a start that measures little. It fails where native kernels are not usable.
 FLAGS = ["--cpu-kernels=native", "--max-num-batched-tokens=128", "--max-model-len=1024", "--kv-cache-memory=100MiB"]
-# Import each entry point. Print the names of packages that are missing.
+# Import each entry point and each public name. Print the version, the packages that are missing, and the names.
 LOAD = """
-import importlib.metadata
-for point in importlib.metadata.distribution("crossdock").entry_points:
+import importlib.metadata, json, crossdock
+package, missing = importlib.metadata.distribution("crossdock"), []
+for point in package.entry_points:
     try:
         point.load()
     except ModuleNotFoundError as error:
-        print(error.name)
+        missing.append(error.name)
+names = [getattr(crossdock, name).__name__ for name in crossdock.__all__]
+print(json.dumps({"version": package.version, "missing": missing, "names": names}))
 """
 
 
@@ -258,17 +261,13 @@ def test_installed_package_compiles_and_loads_the_kernels_of_the_checkout(
     assert "native" in told["usable"]["packed"][0]
 
 
-def test_installed_package_says_its_version_and_loads_its_entry_points(installed: Installed) -> None:
+def test_installed_package_says_its_version_and_loads_its_entry_points_and_public_names(installed: Installed) -> None:
     told = installed.run("crossdock", "--version")
     assert told.stdout.splitlines()[0] == f"crossdock {PROJECT['version']}"
-    shown = installed.ask("from importlib.metadata import version; print(version('crossdock'))")
-    assert shown.strip() == PROJECT["version"]
-    assert set(installed.ask(LOAD).split()) <= {"verl"}, "verl is a package that the tests do without"
-
-
-def test_installed_package_has_its_public_names(installed: Installed) -> None:
-    names = installed.ask("import crossdock; print(*[getattr(crossdock, name).__name__ for name in crossdock.__all__])")
-    assert {"LLM", "PromptParams"} <= set(names.split())
+    loaded = json.loads(installed.ask(LOAD))
+    assert loaded["version"] == PROJECT["version"]
+    assert set(loaded["missing"]) <= {"verl"}, "verl is a package that the tests do without"
+    assert {"LLM", "PromptParams"} <= set(loaded["names"])
 
 
 def test_installed_command_answers_for_foreign_flags_and_prints_and_simulates_a_configuration(
@@ -307,6 +306,8 @@ def url(installed: Installed) -> Iterator[str]:
         server.wait()
 
 
+# In every run, the tests above have its files and its kernels, and test_command a server of the default model.
+@pytest.mark.soak
 @pytest.mark.timeout(1500)  # kernels are compiled again, on a machine that does other work
 def test_installed_server_computes_by_own_kernels_and_answers_a_chat_and_shows_its_pages(
     installed: Installed, kernels: set[str], url: str

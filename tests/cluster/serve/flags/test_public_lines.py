@@ -19,12 +19,18 @@ def public_lines() -> dict[str, list[dict[str, Any]]]:
     return dict(yaml.load(DATA.read_text(), yaml.CSafeLoader))
 
 
+@cache
+def ran(line: str) -> Any:
+    """Return what `crossdock config` with the arguments of a line says."""
+    return run("config", *shlex.split(line))
+
+
 @pytest.mark.parametrize("source", GOALS)
 def test_public_line_runs_or_names_what_is_missing(source: str) -> None:
     lines, least = GOALS[source]
     wrong, num_running = [], 0
     for each in public_lines()[source]:
-        result = run("config", *shlex.split(each["line"]))
+        result = ran(each["line"])
         errors = [line for line in result.stderr.splitlines() if line.startswith("error: ")]
         missing = each.get("missing")
         if missing is None and result.exit_code == 0 and not errors:
@@ -40,7 +46,7 @@ def test_public_line_runs_or_names_what_is_missing(source: str) -> None:
 def test_each_line_that_runs_says_once_what_is_left_out_or_read_otherwise(source: str) -> None:
     """A line without flags of others says nothing."""
     for each in public_lines()[source]:
-        notes = [line for line in run("config", *shlex.split(each["line"])).stderr.splitlines() if "warning" in line]
+        notes = [line for line in ran(each["line"]).stderr.splitlines() if "warning" in line]
         assert len(set(notes)) == len(notes)
         if not any(word.startswith("-") for word in shlex.split(each["line"])):
             assert not notes
