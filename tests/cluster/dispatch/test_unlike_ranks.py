@@ -13,14 +13,12 @@ import pytest
 from crossdock.cluster.dispatch.dispatcher import Dispatcher
 from crossdock.router.fleet import RouterConfig
 from crossdock.workers.model.load import load_model
-from crossdock.workers.replica.engine import calibrate
 from crossdock.workers.replica.engine.computing import new_engine
 from crossdock.workers.replica.engine.engine import Engine
 from crossdock.workers.report.profile import Role
 from crossdock.workers.schedule.request.submission import Submission
 from tests.cluster.dispatch.in_process import InProcess, ready, serving
-from tests.known_seconds import known_sweep
-from tests.sweeps import rest_in_soak
+from tests.sweeps import SOAK, rest_in_soak
 from tests.workers.draft.mtp_reference import target_of, write_checkpoint
 from tests.workers.draft.noted_heads import head_config, noting
 from tests.workers.ranks import Ranks, saved
@@ -37,13 +35,6 @@ def ranks() -> Iterator[Ranks]:
     processes = Ranks(1)
     yield processes
     processes.close()
-
-
-@pytest.fixture(autouse=True)
-def known_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Replicas measure no step as they start."""
-    monkeypatch.setattr(calibrate, "remembered_sweep", known_sweep)
-    monkeypatch.setattr(calibrate, "remembered_factor", lambda *_: 2.0)
 
 
 def whole(path: Path, **config: Any) -> Engine:
@@ -85,8 +76,11 @@ def replicas_of(ranks: Ranks, path: Path, is_whole: bool = False, **config: Any)
 
 @pytest.mark.parametrize(
     ("name", "is_whole"),
-    [("glm_moe_dsa", False), ("deepseek_v3", False), ("qwen3_moe", True)],
-    ids=["indexers", "latents", "whole experts"],
+    [
+        pytest.param("glm_moe_dsa", False, id="latents and indexers"),
+        pytest.param("deepseek_v3", False, id="latents", marks=SOAK),
+        pytest.param("qwen3_moe", True, id="whole experts"),
+    ],
 )
 async def test_stream_of_a_lost_replica_of_other_ranks_has_transformers_tokens(
     ranks: Ranks, tmp_path: Path, name: str, is_whole: bool
