@@ -290,11 +290,11 @@ def reference_paged_attention(
     """Compute causal attention of q [T, Hq, Dk] over each row's sequence; return [T, Hq, Dv], contiguous.
 
     `k_pages` [pages, Hkv, page, Dk] and `v_pages` [pages, Hkv, page, Dv] are views of one layer of the pool: tokens
-    and elements adjacent, pages and heads at any stride. Or `v_pages` are the first Dv elements of `k_pages`. The row
-    at position p sees keys j <= p, or those before its `key_end`; with a window only p - j < window, and with an
-    attention chunk in its place only j >= p - p % attention_chunk. `softcap` c replaces a score s by c * tanh(s / c).
-    `sinks` [Hq] is one more logit per head that has a share of the softmax and no value. Head h reads kv head
-    h // (Hq // Hkv). The scales are those of `reference_store_kv`.
+    and elements adjacent, pages and heads at any stride. Or `v_pages` are the first Dv elements of `k_pages`, or of
+    wider rows of their own. The row at position p sees keys j <= p, or those before its `key_end`; with a window only
+    p - j < window, and with an attention chunk in its place only j >= p - p % attention_chunk. `softcap` c replaces a
+    score s by c * tanh(s / c). `sinks` [Hq] is one more logit per head that has a share of the softmax and no value.
+    Head h reads kv head h // (Hq // Hkv). The scales are those of `reference_store_kv`.
     """
     out = q.new_empty(q.shape[0], q.shape[1], v_pages.shape[3])
     page_size = k_pages.shape[2]

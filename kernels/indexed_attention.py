@@ -5,9 +5,10 @@ scores the keys of all tokens that it sees. Then it attends to the `top_k` token
 where it sees no more than these. Attention over these few latents costs the same at every length of the context.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from math import gcd
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,7 +76,7 @@ def indexed_attention(
         rows = chosen.rows[first : first + step]
         slots = chosen.slots[first : first + step]
         seen, table = _copied(pages, slots) if tokens is None or is_copied else (tokens, _numbers(pages, slots))
-        each = _decodes(table, chosen.counts[first : first + step], indexer.top_k)
+        each = single_rows(table, chosen.counts[first : first + step], indexer.top_k)
         out[rows] = latent_attention(paged_attention, q[rows], seen, each, up, scale=scale)
     return out
 
@@ -86,36 +87,69 @@ def choose_tokens(indexer: Indexer, pages: Tensor, batch: AttentionBatch) -> Cho
     A token's score is the sum over the indexer's heads of weight * relu(query · key), in float32. Of equal scores the
     earlier token is chosen: so a choice does not depend on how a prompt was divided into chunks.
     """
-    starts, lengths = batch.on_host or (batch.query_start, batch.kv_len)
-    bounds: list[int] = starts.tolist()
-    lens: list[int] = lengths.tolist()
     page_size = pages.shape[2]
-    device = pages.device
-    is_long = [length > indexer.top_k for length in lens]
+    split = SplitRows.of(batch, indexer.top_k)
     slots = []
     counts = []
-    for s in (s for s, chooses in enumerate(is_long) if chooses):
-        length = lens[s]
+    for scored in scored_rows(split, batch, pages, indexer.queries.shape[1]):
+        scores = token_scores(indexer, scored.rows, scored.keys)
+        positions, count = best_tokens(scores, scored.last, indexer.top_k)
+        found = scored.table[positions // page_size] * page_size + positions % page_size
+        slots.append(found.int())
+        counts.append(count)
+    return ChosenTokens(split.rows, torch.cat(slots), torch.cat(counts), split.other_rows, split.others)
+
+
+@dataclass(frozen=True, slots=True)
+class SplitRows:
+    """The rows of a step whose sequences are longer than what a row reads, and the sequences that are not."""
+
+    long: list[int]  # sequences
+    bounds: list[int]  # [S + 1]: sequence s owns rows bounds[s]:bounds[s + 1]
+    lengths: list[int]  # [S]: of the sequences
+    rows: Tensor  # [R] int64, of the long sequences
+    other_rows: Tensor  # [T - R] int64
+    others: AttentionBatch | None  # the other sequences, whose rows see all tokens; None: there are none
+
+    @classmethod
+    def of(cls, batch: AttentionBatch, top_k: int) -> "SplitRows":
+        """Split a step by whether a sequence is longer than `top_k` tokens."""
+        starts, lengths = batch.on_host or (batch.query_start, batch.kv_len)
+        bounds: list[int] = starts.tolist()
+        lens: list[int] = lengths.tolist()
+        device = batch.page_table.device
+        long = [s for s, length in enumerate(lens) if length > top_k]
+        short = [s for s, length in enumerate(lens) if length <= top_k]
+        others = _some(batch, short, bounds, lens) if short else None
+        return cls(long, bounds, lens, _rows_of(long, bounds, device), _rows_of(short, bounds, device), others)
+
+
+class ScoredRows(NamedTuple):
+    """Some rows of one long sequence, whose scores exist at the same time."""
+
+    sequence: int
+    rows: slice  # of the flat batch
+    last: Tensor  # [n] int64: the position of each row, up to which it sees tokens
+    table: Tensor  # [P] int64: the sequence's pages
+    keys: Tensor  # [L, Di] float32: the indexer's keys of its tokens
+
+
+def scored_rows(split: SplitRows, batch: AttentionBatch, pages: Tensor, heads: int) -> Iterator[ScoredRows]:
+    """Yield the rows of long sequences in the order of the flat batch, as many at a time as memory bounds.
+
+    `pages` [pages, 1, page, Di] hold the indexer's keys. `heads`: of its queries.
+    """
+    page_size = pages.shape[2]
+    for s in split.long:
+        length = split.lengths[s]
         table = batch.page_table[s, : -(-length // page_size)].long()
         keys = pages[table, 0].flatten(0, 1)[:length].float()
-        heads = max(indexer.queries.shape[1], 1)
-        step = max(1, _SCORED_BYTES // (heads * length * 4))
-        for first in range(bounds[s], bounds[s + 1], step):
-            rows = slice(first, min(first + step, bounds[s + 1]))
-            last = torch.arange(rows.start, rows.stop, device=device) + (length - bounds[s + 1])
-            scores = token_scores(indexer, rows, keys)
-            positions, count = best_tokens(scores, last, indexer.top_k)
-            found = table[positions // page_size] * page_size + positions % page_size
-            slots.append(found.int())
-            counts.append(count)
-    others = [s for s, chooses in enumerate(is_long) if not chooses]
-    return ChosenTokens(
-        _rows_of([s for s, chooses in enumerate(is_long) if chooses], bounds, device),
-        torch.cat(slots),
-        torch.cat(counts),
-        _rows_of(others, bounds, device),
-        _some(batch, others, bounds, lens) if others else None,
-    )
+        step = max(1, _SCORED_BYTES // (max(heads, 1) * length * 4))
+        end = split.bounds[s + 1]
+        for first in range(split.bounds[s], end, step):
+            rows = slice(first, min(first + step, end))
+            last = torch.arange(rows.start, rows.stop, device=pages.device) + (length - end)
+            yield ScoredRows(s, rows, last, table, keys)
 
 
 def choice_of_rows(chosen: ChosenTokens | None, rows: Tensor, batch: AttentionBatch) -> ChosenTokens:
@@ -230,7 +264,7 @@ def _units(pages: Tensor) -> tuple[int, int, int]:
     return unit, page_stride // unit, token_stride // unit
 
 
-def _decodes(page_table: Tensor, counts: Tensor, most: int) -> AttentionBatch:
+def single_rows(page_table: Tensor, counts: Tensor, most: int) -> AttentionBatch:
     """Return a batch of one row for each line of `page_table` [n, P] int32; row r sees `counts[r]` tokens, at most
     `most`. It stores nothing."""
     n = len(counts)

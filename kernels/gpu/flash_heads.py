@@ -16,8 +16,8 @@ def require_layer(backend: str, k_pages: Tensor, v_pages: Tensor, batch: Attenti
     The model's probe calls every layer at load, so a server that starts has no such layer.
 
     Raises:
-        ValueError: the layer has attention sinks, keys and values of different sizes, or a head size that is not a
-            multiple of 8 up to 256.
+        ValueError: the layer has attention sinks, keys and values of different sizes, an indexer's keys between
+            values, or a head size that is not a multiple of 8 up to 256.
     """
     key_dim = k_pages.shape[3]
     value_dim = v_pages.shape[3]
@@ -25,6 +25,10 @@ def require_layer(backend: str, k_pages: Tensor, v_pages: Tensor, batch: Attenti
         raise ValueError(
             f"attention_backend {backend} takes no attention sinks, and keys and values of one size up to {_MOST}, not "
             f"{key_dim} and {value_dim}; choose triton"
+        )
+    if v_pages.stride(2) != value_dim and v_pages.shape[2] > 1:
+        raise ValueError(
+            f"attention_backend {backend} takes no pages with an indexer's keys between values; choose triton"
         )
     if key_dim % _MULTIPLE:
         raise ValueError(

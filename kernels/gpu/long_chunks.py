@@ -40,6 +40,8 @@ class Package:
         """Return whether it computes the chunks of a layer over pages of the model's dtype."""
         if softcap and not self.takes_softcap:
             return False
+        if v_pages.stride(2) != v_pages.shape[3]:  # an indexer's keys lie between values
+            return False
         is_of_16_bits = q.dtype == v_pages.dtype and q.dtype in (torch.bfloat16, torch.float16)
         return is_of_16_bits and q.shape[2] == v_pages.shape[3] in self.head_sizes and batch.key_end is None
 

@@ -167,7 +167,9 @@ def paged_attention(
     (T, Hq, Dk) = q.shape
     (_, Hkv, page_size, Dv) = v_pages.shape
     is_latent = v_pages.data_ptr() == k_pages.data_ptr() and Dv < Dk
-    _check(k_pages, k_pages if is_latent else v_pages, k_scale is not None, q)
+    _check(k_pages, k_pages, k_scale is not None, q)  # values may have others between them
+    assert v_pages.stride(3) == 1, "elements of a value are adjacent"
+    assert v_pages.dtype == k_pages.dtype, "values have the dtype of keys"
     q = q.contiguous() if in_fixed_order else _adjacent(q)
     if is_latent:
         assert Hkv == 1, "all heads share a latent"
@@ -190,6 +192,7 @@ def paged_attention(
         "GROUP": Hq // Hkv,
         "PAGE": page_size,
         **block_widths(Dk, Dv, is_latent),
+        "V_ROW": v_pages.stride(2) if page_size > 1 else Dv,  # the stride of a single token may be any number
         "LATENT": is_latent,
         "WINDOW": window or 0,
         "ATTENTION_CHUNK": attention_chunk or 0,

@@ -61,8 +61,8 @@ def chunk_kernel(
     out, part_out, part_lse, listed, query_start, kv_lens, key_end, sinks,
     q, k_pages, v_pages, k_scale, v_scale, page_table,
     all_parts, scale, q_token, q_head, k_page, k_head, v_page, v_head, table_row,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, V_ROW: tl.constexpr,
+    BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr, WINDOW: tl.constexpr,
     ATTENTION_CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr, HAS_SCALES: tl.constexpr,
     LATENT: tl.constexpr, HAS_ENDS: tl.constexpr, MIN_TILES: tl.constexpr, ONE_LOOP: tl.constexpr,
 ):  # fmt: skip
@@ -117,14 +117,14 @@ def chunk_kernel(
                 open_end = tl.maximum(tl.minimum((first_position + 1) // BLOCK_N, tile + tiles), tile) * BLOCK_N
                 acc, total, top = scan(
                     acc, total, top, rows, rest, position, last, begin, open_end, first, scale,
-                    k_pages, v_pages, pages, k_page, v_page,
-                    PAGE, K_DIM, V_DIM, BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, ATTENTION_CHUNK, SOFTCAP, LATENT, False,
+                    k_pages, v_pages, pages, k_page, v_page, PAGE, K_DIM, V_DIM, V_ROW,
+                    BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, ATTENTION_CHUNK, SOFTCAP, LATENT, False,
                 )  # fmt: skip
                 begin = open_end
             acc, total, top = scan(
                 acc, total, top, rows, rest, position, last, begin, end, first, scale,
-                k_pages, v_pages, pages, k_page, v_page,
-                PAGE, K_DIM, V_DIM, BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, ATTENTION_CHUNK, SOFTCAP, LATENT, True,
+                k_pages, v_pages, pages, k_page, v_page, PAGE, K_DIM, V_DIM, V_ROW,
+                BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, ATTENTION_CHUNK, SOFTCAP, LATENT, True,
             )  # fmt: skip
             total = tl.where(total > 0, total, 1.0)
             acc = acc * (out_scale / total)[:, None]

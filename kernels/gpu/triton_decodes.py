@@ -82,7 +82,7 @@ def decode_kernel(
     out, part_out, part_lse, shares, query_start, kv_lens, sinks,
     q, k_pages, v_pages, k_scale, v_scale, page_table,
     D, scale, q_token, q_head, k_page, k_head, v_page, v_head, table_row,
-    GROUP: tl.constexpr, PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    GROUP: tl.constexpr, PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, V_ROW: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr, ROWS: tl.constexpr,
     WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, HAS_SINKS: tl.constexpr,
     HAS_SCALES: tl.constexpr, LATENT: tl.constexpr,
@@ -128,7 +128,7 @@ def decode_kernel(
         acc, total, top = scan(
             acc, total, top, rows, rest, position, position, begin, end, first, scale,
             k_pages, v_pages, pages, k_page, v_page,
-            PAGE, K_DIM, V_DIM, BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, ATTENTION_CHUNK, SOFTCAP, LATENT, True,
+            PAGE, K_DIM, V_DIM, V_ROW, BLOCK_K, BLOCK_V, BLOCK_N, WINDOW, ATTENTION_CHUNK, SOFTCAP, LATENT, True,
         )  # fmt: skip
         total = tl.where(total > 0, total, 1.0)
         acc = acc * (out_scale / total)[:, None]

@@ -47,7 +47,7 @@ def load_queries(
 def scan(
     acc, total, top, q, rest, position, last, begin, end, first, scale,
     k_pages, v_pages, pages, k_page, v_page,
-    PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr,
+    PAGE: tl.constexpr, K_DIM: tl.constexpr, V_DIM: tl.constexpr, V_ROW: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOW: tl.constexpr, ATTENTION_CHUNK: tl.constexpr, SOFTCAP: tl.constexpr, LATENT: tl.constexpr,
     MASKED: tl.constexpr,
@@ -71,7 +71,7 @@ def scan(
             k_live = i < K_REST
             v_live = j < V_DIM
         k_at = k_pages + (page * k_page + (token % PAGE) * K_DIM)[:, None] + (K_DIM - K_REST) + i
-        v_at = v_pages + (page * v_page + (token % PAGE) * (K_DIM if LATENT else V_DIM))[:, None] + j
+        v_at = v_pages + (page * v_page + (token % PAGE) * V_ROW)[:, None] + j
         k = tl.load(k_at) if not MASKED and K_REST == BLOCK_K else tl.load(k_at, mask=k_live, other=0.0)
         if LATENT:
             v = tl.load(v_at) if not MASKED and V_DIM == BLOCK_V else tl.load(v_at, mask=v_live, other=0.0)

@@ -135,6 +135,7 @@ def check_attention(gpu: Gpu) -> None:
         tiles = attention.tiles_for(dim, dim, 2, has_chunks, is_hopper=gpu.capability == 90)
         tiles = attention.with_rows_for(tiles, features.pop("few", tiles.rows))
         constants = {"GROUP": group, "BLOCK_N": tiles.tokens, "ROWS": tiles.rows, **attention.block_widths(dim, dim)}
+        constants |= {"V_ROW": dim}
         kernel = attention.chunk_kernel if has_chunks else attention.decode_kernel
         ptx = gpu.check(kernel, plain | constants | features, tiles.num_warps, tiles.num_stages)
         assert gpu.capability != 90 or (tiles.rows >= 64) == ("wgmma.mma_async" in ptx)
@@ -144,6 +145,7 @@ def check_attention(gpu: Gpu) -> None:
     ]
     for tiles, kernel, has_scales in gpu.some(of_latents, everywhere=0):
         constants = {"GROUP": 16, "BLOCK_N": tiles.tokens, "ROWS": tiles.rows, "HAS_SCALES": has_scales, "LATENT": True}
+        constants |= {"V_ROW": 576}
         gpu.check(kernel, plain | constants | attention.block_widths(576, 512, True), tiles.num_warps, tiles.num_stages)
     gpu.check(attention.block_kernel, {"QUERIES": 64, "BLOCK_S": 256})
     shares = {"MIN_TILES": 4, "BLOCK_N": 64, "WINDOW": 128, "ATTENTION_CHUNK": 0, "BLOCK_S": 256}
