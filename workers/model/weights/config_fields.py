@@ -219,6 +219,16 @@ COMPUTED: Mapping[str, Mapping[str, Any]] = {
         "qk_norm_type": "per_layer",
         "attn_type_list": 1,
     },
+    "minimax_m3_vl_text": {
+        "scoring_func": "sigmoid",
+        "use_routing_bias": True,
+        "use_gemma_norm": True,
+        "use_qk_norm": True,
+        "qk_norm_type": "per_head",
+        "sparse_attention_config.use_sparse_attention": True,
+        "sparse_attention_config.sparse_score_type": "max",
+        "sparse_attention_config.sparse_init_block": 0,
+    },
     "modernbert": {**_ABSOLUTE, "layer_norm_eps": 1e-5, "sparse_pred_ignore_index": -100},
     "nemotron": {"normalization_type": "layernorm1p", "rope_percent": 0.5},
     "nemotron_h": {"norm_eps": 1e-5, "rms_norm_eps": 1e-5, "attention_head_dim": 128},
@@ -243,7 +253,8 @@ COMPUTED: Mapping[str, Mapping[str, Any]] = {
 }
 """Fields that transformers' code of a model type does not read, and the value that this code computes anyway.
 
-A list, with an item for each layer, may hold this value alone.
+A list, with an item for each layer, may hold this value alone. A name with a point is of a field within another, all
+of whose fields are then checked.
 """
 
 _OLDER_HUNYUAN = (
@@ -263,10 +274,12 @@ OF_OLDER_CODE: Mapping[str, tuple[str, ...]] = {
     "hunyuan_v1_moe": (*_OLDER_HUNYUAN, "moe_intermediate_size", "qk_rope_head_dim"),
     "lfm2": _OLDER_LFM2,
     "lfm2_moe": (*_OLDER_LFM2, "block_ff_dim"),
+    "minimax_m3_vl_text": ("sparse_attention_config.sparse_disable_index_value",),
     "nemotron": ("kv_channels",),
     "starcoder2": ("sigma_init",),
 }
-"""Fields without effect in the published checkpoints of a model type: copies of sizes that other fields have."""
+"""Fields without effect in the published checkpoints of a model type: copies of sizes that other fields have, and
+parts that would have tensors of their own."""
 
 OF_ENCODERS = ("*image*", "*img*", "*vision*", "*video*", "*audio*", "*projector*", "mm_*")
 """Fields beside the language model's part, of the encoders of pictures and sound: named in the log."""
@@ -288,6 +301,8 @@ def check_fields(file: Path, found: Mapping[str, Any], config: PretrainedConfig)
     for name, value in unread(found, config):
         reason = f"{file}: {name} is {value!r:.100}: transformers' code of {config.model_type} does not read this field"
         part, _, own = name.rpartition(".")
+        if _has_checked_fields(part.rpartition(".")[2], text_config(config).model_type):
+            part = part.rpartition(".")[0]
         if part and part not in (*DECODERS, "thinker_config.text_config"):
             logger.warning("%s", reason)
             continue
@@ -312,13 +327,23 @@ def unread(
         part = getattr(config, name, None) if isinstance(value, Mapping) else None
         if isinstance(part, PretrainedConfig):
             yield from unread(value, part, f"{path}{name}.", known)
+        elif isinstance(value, Mapping) and _has_checked_fields(name, config.model_type):
+            for inner, of_inner in value.items():
+                full = f"{name}.{inner}"
+                if inner not in known and not _is_harmless(full, of_inner, config.model_type, nothing=()):
+                    yield f"{path}{full}", of_inner
         elif not (name in known or name in READ_HERE or _is_harmless(name, value, config.model_type)):
             yield f"{path}{name}", value
 
 
-def _is_harmless(name: str, value: Any, model_type: str) -> bool:
-    """Return whether a field that is not read changes nothing with this value."""
-    if any(value == nothing and type(value) is type(nothing) for nothing in _NOTHING):
+def _has_checked_fields(name: str, model_type: str) -> bool:
+    """Return whether the fields within a field are checked one by one."""
+    return any(field.startswith(f"{name}.") for field in COMPUTED.get(model_type, {}))
+
+
+def _is_harmless(name: str, value: Any, model_type: str, nothing: tuple[Any, ...] = _NOTHING) -> bool:
+    """Return whether a field that is not read changes nothing with this value. `nothing`: values that ask for that."""
+    if any(value == each and type(value) is type(each) for each in nothing):
         return True
     computed = COMPUTED.get(model_type, {})
     if name in computed and all(each == computed[name] for each in (value if isinstance(value, list) else [value])):
