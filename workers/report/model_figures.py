@@ -56,8 +56,8 @@ class ModelFigures:
     max_model_len: int
     vocab_size: int
     page_bytes: int  # of each group
-    kv_parts: int  # into which ranks divide keys and values: KV heads. Latents and an indexer's keys are one part
-    pair_parts: int  # into which ranks divide `pair_flops`: query heads. An indexer's scores are one part
+    kv_parts: int  # into which ranks divide keys and values: KV heads. Latents, with an indexer's keys, are one part
+    pair_parts: int  # into which ranks divide `pair_flops`: query heads. Scores of an indexer for latents are one part
     encoder: PictureModel | None = None  # None: prompts are text alone
     experts: Experts | None = None
     fp8_parameters: float = 0  # of `parameters`, those whose products run in FP8 where the GPU has it
@@ -137,13 +137,12 @@ def figures_of(fields: Mapping[str, Any], stored: Callable[[str], StoredNumber])
     groups = group_layers(windows, [attention.token_bytes] * layers, max_model_len, PAGE_SIZE)
     full = sum(window is None for window in windows)
     seen = sum(min(most_visible(window), max_model_len) for window in windows if window is not None)
-    index = _Index.of(config, layers, hidden)
-    if index is not None:  # every layer reads the tokens that are chosen, and its indexer the keys of all
-        full = 0
-        seen = layers * min(config.size("index_topk"), max_model_len)
+    index = _index(config, layers, hidden)
     dense = _dense_parts(config, layers, hidden, attention)
-    if index is not None:
-        dense = [*dense, (f"model.layers.{layers - 1}.self_attn.indexer.wq_b", index.parameters)]
+    if index is not None:  # a layer reads the tokens that are chosen, and an indexer the keys of all
+        full -= index.layers
+        seen += index.layers * min(index.top_k, max_model_len)
+        dense = [*dense, (f"model.layers.{layers - 1}.self_attn.{index.name}", index.parameters)]
     experts, routed = _experts(config, hidden, stored)
     counted = [(number, stored(name)) for name, number in dense]
     return ModelFigures(
@@ -158,7 +157,7 @@ def figures_of(fields: Mapping[str, Any], stored: Callable[[str], StoredNumber])
         page_bytes=PAGE_SIZE
         * (max(len(group.layers) for group in groups) * attention.token_bytes + (index.token_bytes if index else 0)),
         kv_parts=attention.kv_parts,
-        pair_parts=1 if index else attention.heads,
+        pair_parts=1 if index and not index.by_kv_heads else attention.heads,
         experts=experts,
         fp8_parameters=sum(number for number, how in counted if how.is_fp8) + (routed[0] if routed[1] else 0),
         windows=tuple(group.window for group in groups),
@@ -216,20 +215,36 @@ class _Attention(NamedTuple):
 class _Index(NamedTuple):
     """The indexers of all layers, each of which chooses the tokens that its layer reads, and perhaps later ones."""
 
+    layers: int  # which read chosen tokens
+    top_k: int  # tokens
     parameters: int
     token_bytes: int
     pair_flops: int
+    name: str  # of a matrix, in files
+    by_kv_heads: bool  # each KV head has its own scores, and a copy of the keys
 
-    @classmethod
-    def of(cls, config: _Fields, layers: int, hidden: int) -> "_Index | None":
-        """Return the indexers of a decoder; None: it has none. ValueError: a size is missing."""
-        if config.get("index_topk") is None:
-            return None
+
+def _index(config: _Fields, layers: int, hidden: int) -> _Index | None:
+    """Return the indexers of a decoder; None: it has none. ValueError: a size is missing."""
+    if config.get("index_topk") is not None:
         heads = config.size("index_n_heads")
         width = config.size("index_head_dim")
         count = _num_indexers(config, layers)
-        parameters = config.size("q_lora_rank") * heads * width + hidden * (width + heads)
-        return cls(count * parameters, count * _BF16 * width, 2 * count * heads * width)
+        parameters = count * (config.size("q_lora_rank") * heads * width + hidden * (width + heads))
+        pair_flops = 2 * count * heads * width
+        top_k = config.size("index_topk")
+        return _Index(layers, top_k, parameters, count * _BF16 * width, pair_flops, "indexer.wq_b", by_kv_heads=False)
+    older = _Fields(config.get("sparse_attention_config") or {})  # of published files; transformers writes flat fields
+    kinds = config.get("layer_types") or older.get("sparse_attention_freq") or ()
+    if (count := sum(kind in ("minimax_m3_sparse", 1) for kind in kinds[:layers])) == 0:
+        return None
+    size = older if older.get("sparse_attention_freq") else config
+    heads = size.size("sparse_num_index_heads", "index_n_heads")
+    width = size.size("sparse_index_dim", "index_head_dim")
+    top_k = size.size("sparse_topk_blocks", "index_topk_blocks") * size.size("sparse_block_size", "index_block_size")
+    parameters = count * hidden * width * (heads + 1)
+    scores = 2 * count * heads * width
+    return _Index(count, top_k, parameters, scores // 2 * _BF16, scores, "index_q_proj", by_kv_heads=True)
 
 
 def _num_indexers(config: _Fields, layers: int) -> int:
@@ -250,7 +265,7 @@ def _dense_parts(config: _Fields, layers: int, hidden: int, attention: _Attentio
     is_llama4 = config.get("intermediate_size_mlp") is not None
     tied = config.get("tie_word_embeddings")
     is_tied = str(config.get("model_type")).startswith("gemma") if tied is None else bool(tied)  # transformers' default
-    width = config.size("intermediate_size_mlp", "intermediate_size", default=4 * hidden)
+    width = config.size("dense_intermediate_size", "intermediate_size_mlp", "intermediate_size", default=4 * hidden)
     shared = config.get(*_SHARED_WIDTH)
     if shared is None:
         shared = (config.get(*_SHARED) or int(is_llama4 and bool(sparse))) * _expert_width(config) if sparse else 0
@@ -270,6 +285,8 @@ def _sparse_layers(config: _Fields, layers: int) -> Sequence[int]:
     """Return the numbers of the layers with experts."""
     if (config.get(*_EXPERTS) or 0) < 2:
         return []
+    if isinstance(kinds := config.get("mlp_layer_types", "moe_layer_freq"), list):
+        return [layer for layer, kind in enumerate(kinds[:layers]) if kind in ("sparse", 1)]
     dense = set(config.get("mlp_only_layers") or ())
     first = config.get(*_FIRST_SPARSE) or 0
     step = config.get(*_SPARSE_STEP) or 1

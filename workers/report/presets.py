@@ -13,8 +13,9 @@ An all-reduce moves 2 · (t - 1) / t of a token's hidden state over each GPU's l
 reading weights and of multiplying by them are added, where a real step hides the shorter of the two: estimates are a
 little high for balanced steps. No bound by launching kernels is assumed, which only a measurement shows. KV pages get
 the memory that the weights and a reserve of a tenth leave. GPUs divide keys and values by KV heads: more GPUs than
-heads keep copies. All heads share latents, and an indexer's keys, so that each GPU keeps all of these. Each scores all
-keys too: per_attended of an indexer is not divided.
+heads keep copies. All heads share latents, and the keys of an indexer for these, so that each GPU keeps all of them.
+Each scores all keys too: per_attended of such an indexer is not divided. One that chooses for each KV head has a copy
+of its keys for each, and is divided by them.
 
 Weights in FP8 take the FP8 rate of a GPU that has one, and attention the bf16 rate. Of E experts a token is sent to k:
 `base` reads those of one token. With n tokens a step reads E · (1 - (1 - k/E)^n) of them, which is taken as a straight

@@ -226,6 +226,57 @@ def test_layers_that_share_a_choice_have_no_indexer() -> None:
     assert figures_of(named, _plain).token_bytes == shared.token_bytes
 
 
+MINIMAX_M3 = {
+    "model_type": "minimax_m3_vl_text",
+    "hidden_size": 6144,
+    "intermediate_size": 3072,
+    "dense_intermediate_size": 12288,
+    "shared_intermediate_size": 3072,
+    "num_hidden_layers": 60,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "n_shared_experts": 1,
+    "moe_layer_freq": [0] * 3 + [1] * 57,
+    "vocab_size": 200064,
+    "max_position_embeddings": 524288,
+    "tie_word_embeddings": False,
+    "sparse_attention_config": {
+        "use_sparse_attention": True,
+        "sparse_index_dim": 128,
+        "sparse_num_index_heads": 4,
+        "sparse_topk_blocks": 16,
+        "sparse_block_size": 128,
+        "sparse_score_type": "max",
+        "sparse_init_block": 0,
+        "sparse_local_block": 1,
+        "sparse_attention_freq": [0] * 3 + [1] * 57,
+    },
+}
+
+
+def test_layers_that_choose_blocks_read_these_and_the_keys_of_an_indexer() -> None:
+    """Three layers read all tokens. The other 57 read 2,048 of each KV head, and score a key that each head has."""
+    found = figures_of(MINIMAX_M3, _plain)
+    layer = 2 * 2 * 4 * 128
+    assert found.token_bytes == 3 * layer + 57 * 4 * 2 * 128
+    assert found.window_bytes == 57 * 2048 * layer
+    assert found.page_bytes == 16 * (60 * layer + 57 * 4 * 2 * 128)
+    assert found.pair_flops == 3 * 4 * 64 * 128 + 57 * 2 * 4 * 128
+    assert (found.kv_parts, found.pair_parts) == (4, 64)
+
+
+def test_published_fields_of_minimax_mean_those_that_transformers_writes() -> None:
+    config = AutoConfig.for_model(**MINIMAX_M3)
+    published = figures_of(MINIMAX_M3, _plain)
+    assert figures_of(config.to_dict() | {"tie_word_embeddings": False}, _plain) == published
+    with torch.device("meta"):
+        module = AutoModelForCausalLM.from_config(config)
+    assert published.held_bytes == pytest.approx(2 * sum(each.numel() for each in module.parameters()), rel=1e-3)
+
+
 def test_deepseek_in_fp8_fits_eight_gpus_of_141_gb(tmp_path: Path) -> None:
     folder = _folder(tmp_path / "deepseek", DEEPSEEK_V3)
     assert estimate("h200", folder).tensor_parallel_size == 8
