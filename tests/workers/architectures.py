@@ -58,6 +58,20 @@ _MLA: dict[str, Any] = {
 }
 _INDEXED: dict[str, Any] = {**_MLA, "index_topk": 13, "index_head_dim": 20, "index_n_heads": 16}
 """So many heads that hardly any score is zero: of equal scores transformers chooses any."""
+_BLOCKS: dict[str, Any] = {
+    **_MOE,
+    "layer_types": ["full_attention", "minimax_m3_sparse", "minimax_m3_sparse", "minimax_m3_sparse"],
+    "mlp_layer_types": ["dense", "sparse", "sparse", "sparse"],
+    "dense_intermediate_size": 64,
+    "shared_intermediate_size": 32,
+    "partial_rotary_factor": 0.5,
+    "index_n_heads": 2,
+    "index_head_dim": 20,
+    "index_block_size": 8,
+    "index_topk_blocks": 2,
+    "index_local_blocks": 1,
+}
+"""Blocks are pages of tests of logits, and half of one elsewhere."""
 
 _PLAIN = (
     "aria_text biogpt bitnet cohere2_moe cwm flex_olmo gpt_bigcode granitemoeshared hunyuan_v1_moe hyperclovax jais2 "
@@ -103,6 +117,7 @@ SERVED: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("axk2", "deepseek_v32"), _INDEXED),
     "glm_moe_dsa": {**_INDEXED, "indexer_types": ["full", "shared", "full", "full"]},
     "gpt_oss": {**_MOE, **_SLIDING, "rope_parameters": _YARN},
+    "minimax_m3_vl_text": _BLOCKS,
     "hunyuan_v1_dense": {},
     "seed_oss": {},
     "arcee": {},

@@ -17,16 +17,19 @@ _WITHOUT_ATTENTION = {"linear_attention", "conv"} | STATELESS_TYPES
 
 
 INDEXED_TYPE = "indexed_attention"  # an indexer of the layer, or of an earlier one, chooses the tokens that are read
+BLOCKS_TYPE = "minimax_m3_sparse"  # for each KV head an indexer chooses the blocks of tokens that are read
 INDEXED_MODELS = {"axk2": "halves", "deepseek_v32": "halves", "glm_moe_dsa": "pairs"}
 """Model types whose indexers are served, and which elements of a query or key these rotate: those that are half a row
 apart, or neighbours."""
+_BLOCK_MODELS = ("minimax_m3_vl", "minimax_m3_vl_text")
 
 _LAYER_TYPES = (
-    {"full_attention", "sliding_attention", "chunked_attention", INDEXED_TYPE} | RECURRENT_TYPES | STATELESS_TYPES
+    {"full_attention", "sliding_attention", "chunked_attention", INDEXED_TYPE, BLOCKS_TYPE}
+    | RECURRENT_TYPES
+    | STATELESS_TYPES
 )
 _BLOCKS = "keys are compressed by blocks of tokens, and KV pages hold a row for each token"
 _WHY_NOT = {
-    "minimax_m3_sparse": "an indexer chooses blocks of tokens for heads with keys and values of their own",
     "compressed_sparse_attention": _BLOCKS,
     "heavily_compressed_attention": _BLOCKS,
 }
@@ -50,11 +53,12 @@ def is_classifier(architectures: Any) -> TypeGuard[list[Any]]:
 def require_served_layers(model_type: str, kinds: Iterable[str]) -> None:
     """Check that all state of layers of these types lies in KV pages. Raises ValueError: names the types."""
     kinds = set(kinds)
-    if INDEXED_TYPE in kinds and model_type not in INDEXED_MODELS:
-        raise ValueError(
-            f"{model_type}: its indexer chooses the tokens that are read, and was not compared with transformers' own; "
-            f"served are {', '.join(INDEXED_MODELS)}"
-        )
+    for kind, served in ((INDEXED_TYPE, tuple(INDEXED_MODELS)), (BLOCKS_TYPE, _BLOCK_MODELS)):
+        if kind in kinds and model_type not in served:
+            raise ValueError(
+                f"{model_type}: its indexer chooses the tokens that are read, and was not compared with transformers' "
+                f"own; served are {', '.join(served)}"
+            )
     if unknown := kinds - _LAYER_TYPES:
         reasons = dict.fromkeys(_WHY_NOT.get(kind, "their state does not lie in KV pages") for kind in sorted(unknown))
         raise ValueError(
@@ -94,7 +98,16 @@ def layer_kinds(config: "PretrainedConfig") -> list[str]:
 
 def is_indexed(config: "PretrainedConfig") -> bool:
     """Return whether indexers choose the tokens that a decoder's layers read."""
-    return INDEXED_TYPE in layer_kinds(config)
+    return not {INDEXED_TYPE, BLOCKS_TYPE}.isdisjoint(layer_kinds(config))
+
+
+def most_chosen(config: "PretrainedConfig") -> int | None:
+    """Return how many tokens the indexers of a decoder choose for a row at most; None: it has no indexers."""
+    if not is_indexed(config):
+        return None
+    chooses_blocks = BLOCKS_TYPE in layer_kinds(config)
+    most: int = config.index_topk_blocks * config.index_block_size if chooses_blocks else config.index_topk
+    return most
 
 
 def recurrent_layers(config: "PretrainedConfig") -> list[int]:

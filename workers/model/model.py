@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.kvtransfer.layout import LayerShape, PoolLayout, group_layouts
-from crossdock.workers.model.architecture import is_indexed, text_config
+from crossdock.workers.model.architecture import most_chosen, text_config
 from crossdock.workers.model.cut.expert_balance import ExpertBalance
 from crossdock.workers.model.forward.forward_context import ForwardContext
 from crossdock.workers.model.forward.layer_tap import LayerTap
@@ -87,8 +87,8 @@ class LoadedModel(Network):
     @property
     def most_context(self) -> float:
         """Return the most tokens that a row attends to: as many as its indexers choose, if the model has some."""
-        decoder = text_config(self.config)
-        return float(decoder.index_topk) if is_indexed(decoder) else NO_LIMIT
+        most = most_chosen(text_config(self.config))
+        return NO_LIMIT if most is None else float(most)
 
     @property
     def has_whole_embedding(self) -> bool:

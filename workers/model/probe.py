@@ -169,15 +169,19 @@ def _with_faster_layers(
 
 
 def _keep_index_keys(network: Network, options: LoadOptions) -> Network:
-    """Let the layers cache latents and the keys of indexers. Returns the network. ValueError: they cannot."""
+    """Let the layers cache the keys of indexers, and latents if they have some. Returns the network.
+
+    Raises:
+        ValueError: they cannot.
+    """
     name = network.config.model_type
     if options.kv_cache_dtype != "auto":
         raise ValueError(
             f"kv_cache_dtype {options.kv_cache_dtype}: indexers of {name} choose tokens by keys in the model's dtype; "
             f"rounded keys would choose others. Use auto"
         )
-    give_indexers(network.module, network.part.held_layers)
-    return cache_latents_with_index(network)
+    give_indexers(network.module, network.part.held_layers, network.part.heads)
+    return cache_latents_with_index(network) if has_latents(text_config(network.config)) else network
 
 
 def _keep_states(network: Network) -> StateLayout:

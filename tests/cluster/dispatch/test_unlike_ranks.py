@@ -78,6 +78,7 @@ def replicas_of(ranks: Ranks, path: Path, is_whole: bool = False, **config: Any)
     ("name", "is_whole"),
     [
         pytest.param("glm_moe_dsa", False, id="latents and indexers"),
+        pytest.param("minimax_m3_vl_text", False, id="indexers of KV heads", marks=SOAK),
         pytest.param("deepseek_v3", False, id="latents", marks=SOAK),
         pytest.param("qwen3_moe", True, id="whole experts"),
     ],

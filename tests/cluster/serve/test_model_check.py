@@ -85,7 +85,7 @@ class Mistake:
 MISTAKES = {
     "no architecture": Mistake(configured(model_type="nonsense"), "model_type 'nonsense', which transformers "),
     "speech model": Mistake(configured(model_type="hubert"), "model_type 'hubert', for which transformers "),
-    "layers of another type": Mistake(configured(layer_types=["minimax_m3_sparse"] * 4), "type minimax_m3_sparse"),
+    "layers of another type": Mistake(configured(layer_types=["minimax_m3_sparse"] * 4), "served are minimax_m3_vl"),
     "context": Mistake(flags("--max-model-len", "5000"), "max_model_len (5000) is more than the model's own 4096"),
     "weights missing": Mistake(without_weights, "has no weights in safetensors"),
     "weights cut off": Mistake(cut_off, "model.safetensors cannot be read"),

@@ -42,7 +42,7 @@ def test_user_error_is_shown_without_its_traceback_and_once() -> None:
 @pytest.mark.parametrize(
     "load",
     [
-        lambda: refuse_by_config(LlamaConfig(num_hidden_layers=1, layer_types=["minimax_m3_sparse"])),
+        lambda: refuse_by_config(LlamaConfig(num_hidden_layers=1, layer_types=["compressed_sparse_attention"])),
         lambda: check_fits(SMALL, RankPosition(), torch.float32, 1 << 60, "cpu"),
     ],
     ids=["model that is not served", "model that does not fit"],

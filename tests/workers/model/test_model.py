@@ -27,7 +27,7 @@ from tests.workers.model.paged import (
 EVERY_MECHANISM = [
     *("llama", "qwen2 sliding", "gemma2", "gemma4_text", "phi", "gpt2", "opt", "gpt_bigcode", "olmo2", "cohere2"),
     *("granitemoe", "glm4_moe", "exaone4", "nemotron", "deepseek_v3", "longcat_flash", "gpt_oss", "llama4_text"),
-    *("deepseek_v32", "glm_moe_dsa"),
+    *("deepseek_v32", "glm_moe_dsa", "minimax_m3_vl_text"),
     *("qwen3_next", "kimi_linear", "lfm3 conv", "falcon_h1", "nemotron_h"),
 ]
 """Windows and chunks of attention, softcaps, sinks, biases, places learnt and rotated in part, norms of queries and
@@ -43,7 +43,11 @@ def test_logits_of_any_chunks_equal_transformers(name: str) -> None:
 @pytest.mark.parametrize(
     "name",
     rest_in_soak(
-        ["llama", "gemma2", "deepseek_v3", "deepseek_v32", "llama4_text"], "gemma2", "deepseek_v3", "deepseek_v32"
+        ["llama", "gemma2", "deepseek_v3", "deepseek_v32", "minimax_m3_vl_text", "llama4_text"],
+        "gemma2",
+        "deepseek_v3",
+        "deepseek_v32",
+        "minimax_m3_vl_text",
     ),
 )
 def test_logits_of_every_backend_equal_transformers(name: str) -> None:

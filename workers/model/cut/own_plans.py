@@ -48,6 +48,14 @@ _OWN_PLANS = {
     "lfm2": _LFM,
     "lfm2_moe": _LFM,
     "lfm3": _LFM,
+    "minimax_m3_vl_text": _ATTENTION
+    | {
+        "embed_tokens": "embedding_rowwise",
+        "layers.*.mlp.gate_up_proj": "packed_colwise",
+        "layers.*.mlp.down_proj": "rowwise",
+        "layers.*.mlp.shared_experts.gate_up_proj": "packed_colwise",
+        "layers.*.mlp.shared_experts.down_proj": "rowwise",
+    },
     "nemotron_h": {
         "layers.*.mixer.q_proj": "colwise",
         "layers.*.mixer.k_proj": "colwise",
@@ -59,7 +67,7 @@ _OWN_PLANS = {
         "layers.*.mixer.shared_experts.down_proj": "rowwise",
     },
 }
-"""The attention and the MLPs of models with recurrent layers, which `mixers.py` divides, and of gpt-oss."""
+"""The attention and the MLPs of models with recurrent layers, which `mixers.py` divides, of gpt-oss and MiniMax-M3."""
 
 
 def own_plan(model_type: str) -> dict[str, str]:

@@ -17,6 +17,7 @@ from transformers import AttentionInterface
 from crossdock.kernels.attention import AttentionBatch
 from crossdock.kernels.backend import Attention
 from crossdock.kernels.indexed_attention import Indexer, indexed_attention
+from crossdock.kernels.indexed_blocks import BlockIndexer, block_attention
 from crossdock.kernels.latent_attention import latent_attention
 from crossdock.kvtransfer.layout import LayerShape
 from crossdock.workers.model.architecture import ATTENTION_NAME, INDEXED_TYPE
@@ -105,6 +106,7 @@ def _attend(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     indices: Indexer | None = None,
+    block_indices: BlockIndexer | None = None,
     **_: Any,
 ) -> tuple[Tensor, None]:
     """Store a layer's keys and values to pages, and attend over the pages. Returns [1, T, H, Dv]."""
@@ -121,6 +123,8 @@ def _attend(
     layer: int = module.layer_idx  # type: ignore[assignment]
     if indices is not None and indices.layer == layer:
         v = indices.keys[:, None]
+    if block_indices is not None:
+        v = block_indices.behind(v)
     scales: dict[str, Tensor] = {}
     window: Window = sliding_window
     visible: dict[str, int | None] = {"window": sliding_window}
@@ -142,6 +146,8 @@ def _attend(
     if (latents := unexpanded(module)) is not None and indices is not None:
         up = latents.projections
         out = indexed_attention(attention, q, k_pages, v_pages, batch, up, indices, scale=scale)
+    elif block_indices is not None:
+        out = block_attention(attention, q, k_pages, v_pages, batch, block_indices, scale=scale)
     elif latents is not None:
         out = latent_attention(attention, q, k_pages, batch, latents.projections, scale=scale, **scales)
     else:

@@ -4,7 +4,7 @@ transformers' layers pass on what an indexer returns, as `indices`, without read
 than numbers of tokens. All else stays transformers' own code.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +14,7 @@ from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_po
 from crossdock.kernels.indexed_attention import Indexer, best_tokens, token_scores
 from crossdock.workers.model.architecture import INDEXED_MODELS
 from crossdock.workers.model.forward.forward_context import context_or_none
+from crossdock.workers.model.forward.indexed_blocks import BlockIndexerCall
 
 _CHECKED = 24, 8  # tokens of a check, and how many of them are chosen
 _AGREED = 0.9  # share of equal choices: in bfloat16 sums in another order decide between nearly equal scores
@@ -84,17 +85,29 @@ class IndexerCall:
         return float(is_equal.any(-1).float().mean())
 
 
-def give_indexers(module: Any, layers: Sequence[int]) -> None:
-    """Let the indexers of `layers` give their keys to our attention.
+def give_indexers(module: Any, layers: Sequence[int], heads: Mapping[int, tuple[int, int, int]]) -> None:
+    """Let the indexers of `layers` give their keys to our attention. `heads`: of layers that ranks divide, see
+    `ModelPart`.
 
     Raises:
-        ValueError: an indexer would choose other tokens than transformers' code.
+        ValueError: an indexer would choose other tokens than transformers' code, or is of a form that is not served.
     """
     for each in list(module.modules()):
-        if hasattr(each, "index_topk") and each.layer_idx in layers:
-            share = IndexerCall(each).share_of_own_choices()
+        if getattr(each, "layer_idx", None) not in layers:
+            continue
+        if (call := _call_of(each, heads)) is not None:
+            share = call.share_of_own_choices()
             if not share >= _AGREED:
                 raise ValueError(
                     f"{each.config.model_type}: of the tokens that the indexer of layer {each.layer_idx} chooses, "
                     f"transformers' own code chooses {share:.0%}"
                 )
+
+
+def _call_of(module: Any, heads: Mapping[int, tuple[int, int, int]]) -> IndexerCall | BlockIndexerCall | None:
+    """Replace the `forward` of a layer's module, and return the replacement. None: the module is no indexer."""
+    if hasattr(module, "index_topk"):
+        return IndexerCall(module)
+    if hasattr(module, "topk_blocks"):
+        return BlockIndexerCall(module, heads.get(module.layer_idx))
+    return None

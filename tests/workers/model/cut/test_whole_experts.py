@@ -42,7 +42,7 @@ _MIXTURES = (
     "mixtral qwen2_moe qwen3_moe olmoe granitemoe glm4_moe deepseek_v2 deepseek_v3 axk1 glm4_moe_lite gpt_oss dots1 "
     "lfm2_moe qwen3_next qwen3_5_moe_text kimi_linear bailing_hybrid granitemoehybrid nemotron_h aria_text cohere2_moe "
     "flex_olmo granitemoeshared hunyuan_v1_moe phimoe afmoe ernie4_5_moe exaone_moe flint hy_v3 laguna mellum "
-    "minimax_m2 solar_open"
+    "minimax_m2 minimax_m3_vl_text solar_open"
 )
 
 

@@ -113,8 +113,9 @@ def test_swept_step_that_other_work_disturbed_is_measured_again(monkeypatch: pyt
     assert len(calls) == 2 * len(sweep)
 
 
-def test_profile_of_a_model_with_indexers_has_the_tokens_that_these_choose() -> None:
-    engine = engine_on(wrap_module(build("deepseek_v32", SERVED["deepseek_v32"])), num_pages=100)
+@pytest.mark.parametrize(("name", "most"), [("deepseek_v32", 13), ("minimax_m3_vl_text", 16)])
+def test_profile_of_a_model_with_indexers_has_the_tokens_that_these_choose(name: str, most: int) -> None:
+    engine = engine_on(wrap_module(build(name, SERVED[name])), num_pages=100)
     profile = warm_up(engine)
-    assert profile.cost.most_context == engine.model.most_context == 13
+    assert profile.cost.most_context == engine.model.most_context == most
     assert SchedulingProfile.model_validate_json(profile.model_dump_json()) == profile

@@ -37,7 +37,7 @@ from tests.workers.multimodal import (
 from tests.workers.replica.engines import greedy, run, served, tokens_of
 
 PAGE_SIZE, MAX_MODEL_LEN = 8, 120
-_TIERED = ("gemma3_text", "llama4_text", "lfm2 conv", "deepseek_v3", "glm_moe_dsa")
+_TIERED = ("gemma3_text", "llama4_text", "lfm2 conv", "deepseek_v3", "glm_moe_dsa", "minimax_m3_vl_text")
 MODELS = {name: SERVED[name] for name in _TIERED} | {"llama": {}}
 RNG = random.Random(0)
 PROMPTS = [[RNG.randrange(3, 120) for _ in range(90)] for _ in range(6)]

@@ -33,7 +33,8 @@ from tests.workers.replica.engines import run, tokens_of
 from tests.workers.worker_groups import SETTINGS, engine_of_ranks
 
 # Pages of two widths, biases, latents, indexers, experts beside windows, delta nets, and Mamba-2 beside attention.
-CHOSEN = ["gemma4_text", "gpt2", "deepseek_v2", "glm_moe_dsa", "gpt_oss", "qwen3_next", "falcon_h1"]
+CHOSEN = ["gemma4_text", "gpt2", "deepseek_v2", "glm_moe_dsa", "minimax_m3_vl_text", "gpt_oss", "qwen3_next"]
+CHOSEN += ["falcon_h1"]
 WITHOUT_STAGES = ["longcat_flash"]  # a layer of its list has two attentions
 UNDIVIDED = ["beam"]  # tests/workers/model/cut has the reason
 WORKER_GROUPS = [  # one division of each of the chosen ones in every run, and all of the others in the soak
