@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from crossdock.workers.model.architecture import (
+    BLOCKS_TYPE,
     INDEXED_TYPE,
     attention_layers,
     is_indexed,
@@ -245,7 +246,12 @@ def _of_head(config: PretrainedConfig, path: Path) -> PretrainedConfig:
 
 
 def _attention_of_head(decoder: PretrainedConfig, path: Path) -> list[str]:
-    """Return the kinds of a head's layers. ValueError: config.json does not say which window they have."""
+    """Return the kinds of a head's layers. ValueError: they choose blocks, or no field says which window they have."""
+    if BLOCKS_TYPE in layer_kinds(decoder):
+        raise ValueError(
+            f"model: {path} has indexers that choose blocks of tokens, and no code of transformers says what the layer "
+            f"of its head has; method mtp computes heads of other models"
+        )
     kinds: list[str] | None = getattr(decoder, "mtp_layers_block_type", None) or getattr(
         decoder, "mtp_layer_types", None
     )

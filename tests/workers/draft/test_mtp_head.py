@@ -309,6 +309,13 @@ def test_model_whose_head_is_not_computed_is_served_without_drafts(
     assert "speculative_config is left out: method mtp does not compute the head of llama, so" in caplog.text
 
 
+def test_head_of_a_model_whose_indexers_choose_blocks_is_refused(tmp_path: Path) -> None:
+    name = "minimax_m3_vl_text"
+    folder = saved(build(name, SERVED[name] | {"vocab_size": VOCAB_SIZE}), tmp_path)
+    with pytest.raises(ValueError, match=r"has indexers that choose blocks of tokens, .* heads of other models"):
+        check_mtp(None, folder)
+
+
 @pytest.mark.parametrize(
     ("name", "fields", "named"),
     [
