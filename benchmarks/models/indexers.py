@@ -5,8 +5,10 @@
 Two models of random weights, in turn, in one process with one thread: of DeepSeek-V3.2, whose indexers choose 2,048
 tokens, and of DeepSeek-V3, which has the same layers without indexers. Their layers have an eighth of the published
 heads, for queries and for indexers alike, over latents as published, and small dense products behind them: so attention
-is most of a step. Prints CPU seconds of a decode step, and of chunks of prompts, after several contexts: the median of
-repeats, and the median of the ratio of both models' steps in one turn.
+is most of a step. With `--family minimax` the layers are those of MiniMax-M3, with half of the published heads, whose
+indexers choose 16 blocks of 128 tokens for each KV head, beside the same layers without. Prints CPU seconds of a
+decode step, and of chunks of prompts, after several contexts: the median of repeats, and the median of the ratio of
+both models' steps in one turn.
 """
 
 import argparse
@@ -19,7 +21,13 @@ from typing import Any
 
 import torch
 from pydantic import ByteSize
-from transformers import AutoModelForCausalLM, DeepseekV3Config, DeepseekV32Config
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    DeepseekV32Config,
+    MiniMaxM3VLTextConfig,
+    PretrainedConfig,
+)
 
 from crossdock.workers.model.load import load_model
 from crossdock.workers.model.model_spec import ModelSpec
@@ -50,15 +58,42 @@ SHAPE: dict[str, Any] = {
 INDEX: dict[str, Any] = {"index_n_heads": 8, "index_head_dim": 128, "index_topk": 2048}
 
 
-def write_models(folder: Path, layers: int) -> dict[str, Path]:
-    """Write both models, of so many layers each. Returns their folders by the name of their attention."""
+MINIMAX: dict[str, Any] = {
+    "vocab_size": 1024,
+    "hidden_size": 1024,
+    "dense_intermediate_size": 2048,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "index_n_heads": 2,
+    "index_head_dim": 128,
+    "max_position_embeddings": 40_960,
+}
+
+
+def of_minimax(layers: int) -> dict[str, PretrainedConfig]:
+    """Return the configurations of both models of MiniMax-M3."""
+    shape = MINIMAX | {"num_hidden_layers": layers, "mlp_layer_types": ["dense"] * layers}
+    kinds = {"full": "full_attention", "indexed": "minimax_m3_sparse"}
+    return {name: MiniMaxM3VLTextConfig(**shape, layer_types=[kind] * layers) for name, kind in kinds.items()}
+
+
+def of_deepseek(layers: int) -> dict[str, PretrainedConfig]:
+    """Return the configurations of both models of DeepSeek."""
     shape = SHAPE | {"num_hidden_layers": layers, "first_k_dense_replace": layers}
-    configs = {
+    return {
         "full": DeepseekV3Config(**shape),
         "indexed": DeepseekV32Config(
             **shape, **INDEX, mlp_layer_types=["dense"] * layers, layer_types=["indexed_attention"] * layers
         ),
     }
+
+
+FAMILIES = {"deepseek": of_deepseek, "minimax": of_minimax}
+
+
+def write_models(folder: Path, configs: dict[str, PretrainedConfig]) -> dict[str, Path]:
+    """Write both models. Returns their folders by the name of their attention."""
     for name, config in configs.items():
         torch.manual_seed(0)
         AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / name)
@@ -99,12 +134,14 @@ def main() -> None:
     parser.add_argument("--chunks", nargs="+", type=int, default=[512], help="tokens of a chunk")
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
     parser.add_argument("--repeats", type=int, default=5, help="turns of each kind of step")
+    parser.add_argument("--family", choices=list(FAMILIES), default="deepseek")
     add_output_options(parser, "indexers")
     args = parser.parse_args()
     torch.set_num_threads(1)
     rows = dict[str, Row]()
     with tempfile.TemporaryDirectory() as name:
-        engines = {kind: engine_of(path) for kind, path in write_models(Path(name), args.layers).items()}
+        folders = write_models(Path(name), FAMILIES[args.family](args.layers))
+        engines = {kind: engine_of(path) for kind, path in folders.items()}
         for context in args.contexts:
             rows[f"decode after {context:,} tokens"] = measure(engines, None, context, args.repeats)
             for tokens in args.chunks:
