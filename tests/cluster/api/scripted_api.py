@@ -172,15 +172,17 @@ def two_ingresses(engine: ScriptedDispatcher, tokenizer: ModelTokenizer, **http:
             return [apps[other].state.lend(owner, unit, amount)]
 
         async def ask_stores(action: str, owner: str, name: str, after: int) -> list[StoredResponse]:
-            found = await apps[other].state.stored(action, owner, name, after)
+            asked = apps[other].state.stored(action, owner, name, after)  # in its own loop, as in a process of its own
+            found = await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asked, servers[other].loop))
             return [] if found is None else [found]
 
         config = HttpConfig.model_validate({"replicas": 2, **http})
         return one_model_api(engine, tokenizer, config, ask_peers=ask_peers, ask_stores=ask_stores)  # type: ignore[arg-type]
 
     apps += [build(1), build(0)]
+    servers = [LiveServer(app) for app in apps]
     with ExitStack() as stack:
-        urls = [stack.enter_context(LiveServer(app)) for app in apps]
+        urls = [stack.enter_context(server) for server in servers]
         yield [stack.enter_context(httpx.Client(base_url=url, timeout=240)) for url in urls]
 
 
