@@ -173,12 +173,14 @@ def _joins(
         done = [*done[1:], done[2] + alone * filled]
         closes, begins = begins if runs_ahead else ends, ends
     second = third = begins + _step_seconds(gap, streams_s, filled)
-    before = [done[2], done[2] + alone * filled, done[2] + alone * filled]
+    before_second = before_third = done[2] + alone * filled
+    ended = done[1], done[1]
     if runs_ahead:
+        ended = done[0], done[1]
         after = min(waiting - filled, chunk_s)
         third += _step_seconds(gap, streams_s, after)
-        before[2] += alone * after
-    ended = done[:2] if runs_ahead else [done[1], done[1]]
+        before_third += alone * after
+    before = done[2], before_second, before_third
     return Joins(closes, begins, second, third, *before, *ended, later, gap + chunk_s)
 
 
