@@ -70,7 +70,7 @@ _HARMLESS = {"--random-range-ratio": ("0", "0.0"), "--temperature": ("0", "0.0")
 
 
 @dataclass(slots=True)
-class Line:
+class TranslatedLine:
     """A command line in our own words, and a line for each flag of vLLM's; with errors, the command ends."""
 
     words: list[str]
@@ -86,7 +86,8 @@ class BenchCommand(HelpCommand):
         if asks_for_help(args):
             return super().parse_args(ctx, args)
         parameters = [each for each in self.get_params(ctx) if each.param_type_name == "option"]
-        line = translated(args, {name: not each.is_flag for each in parameters for name in each.opts})
+        arity = {name: not getattr(each, "is_flag", False) for each in parameters for name in each.opts}
+        line = translated(args, arity)
         for note in line.notes:
             typer.echo(f"{typer.style('warning:', fg='yellow')} {note}", err=True)
         for mistake in line.errors:
@@ -96,10 +97,10 @@ class BenchCommand(HelpCommand):
         return super().parse_args(ctx, line.words)
 
 
-def translated(args: Sequence[str], arity: Mapping[str, bool]) -> Line:
+def translated(args: Sequence[str], arity: Mapping[str, bool]) -> TranslatedLine:
     """Return a command line in our own words. `arity`: our options, and whether a value follows each."""
     options = list(_options(args, arity))
-    line = Line([])
+    line = TranslatedLine([])
     is_serve = options[:1] == [("", ["serve"])]  # of `vllm bench serve`
     if is_serve:
         options = options[1:]
@@ -160,7 +161,7 @@ def _ours(name: str, value: str) -> str:
     return f"{key}: {rest}" if name == "--header" and equals and ":" not in key else value
 
 
-def _take_api(name: str, values: Sequence[str], line: Line) -> None:
+def _take_api(name: str, values: Sequence[str], line: TranslatedLine) -> None:
     value = "".join(values)
     known = _APIS[name]
     if value not in known:
@@ -170,7 +171,7 @@ def _take_api(name: str, values: Sequence[str], line: Line) -> None:
         line.notes.append(f"{name}: read as --chat")
 
 
-def _take_data(values: Sequence[str], ours: Collection[str], line: Line) -> None:
+def _take_data(values: Sequence[str], ours: Collection[str], line: TranslatedLine) -> None:
     name = "".join(values)
     if name != "random":
         line.errors.append(f"--dataset-name {name}: not supported: {_OTHER_DATA}")
@@ -180,8 +181,8 @@ def _take_data(values: Sequence[str], ours: Collection[str], line: Line) -> None
     line.notes.append(f"--dataset-name random: read as {' '.join(lengths) or 'the lengths that are given'}")
 
 
-def _take_other(name: str, values: Sequence[str], is_random: bool, line: Line) -> None:
-    """Leave out or refuse a flag that only vLLM has; one that nobody has goes to the parser."""
+def _take_other(name: str, values: Sequence[str], is_random: bool, line: TranslatedLine) -> None:
+    """Leave out or refuse a flag that only vLLM has; one that no server has goes to the parser."""
     shown = " ".join([name, *values])
     if "".join(values) in _HARMLESS.get(name, ()):
         line.notes.append(f"{shown}: not needed: so it is here")
@@ -195,7 +196,7 @@ def _take_other(name: str, values: Sequence[str], is_random: bool, line: Line) -
         line.words += [name, *values]
 
 
-def _send_at_once(options: Sequence[Option], ours: Collection[str], line: Line) -> None:
+def _send_at_once(options: Sequence[Option], ours: Collection[str], line: TranslatedLine) -> None:
     """Send all requests at once where vLLM would: its rate is infinite unless one is given."""
     rates = _values(options, "--request-rate")
     counts = _values(options, "--num-prompts")

@@ -87,7 +87,7 @@ class Responses:
         if body.background:
             return await self._create_in_background(request, body, written, chat)
         begun = await self._conversations.begin(request, chat)
-        answer = ResponseAnswer(self._head(body, begun), body.namespaces())
+        answer = ResponseAnswer(_head(body, begun, is_stored=body.store and self._store is not None), body.namespaces())
         if body.stream:
             request.state.error_event = answer.error_event
             return await event_stream(self._events(request, body, begun, answer, written))
@@ -275,7 +275,7 @@ class Responses:
             self._places.release(owner, 1)
             _end(charge)
             raise
-        answer = ResponseAnswer(self._head(body, begun), body.namespaces())
+        answer = ResponseAnswer(_head(body, begun, is_stored=body.store and self._store is not None), body.namespaces())
         self._keep(request, body, answer, items)
         key = (owner, answer.response["id"])
         memory = request.state.memory.hand_over()
@@ -374,39 +374,6 @@ class Responses:
             events += answer.end(fields, is_cut=output.finish_reason == "length")
         return events
 
-    def _head(self, body: ResponsesRequest, begun: BegunChat) -> dict[str, Any]:
-        """Return the fields of the response that are known before its first token."""
-        generation = begun.generation
-        sampling = begun.choice.submission.sampling
-        return {
-            "id": new_id("resp"),
-            "object": "response",
-            "created_at": int(time.time()),
-            "model": body.model or generation.card.name,
-            "service_tier": generation.tier.openai_name,
-            "background": body.background,
-            "completed_at": None,
-            "frequency_penalty": sampling.frequency_penalty,
-            "instructions": body.instructions,
-            "max_output_tokens": body.max_output_tokens,
-            "max_tool_calls": body.max_tool_calls,
-            "metadata": body.metadata,
-            "parallel_tool_calls": body.parallel_tool_calls,
-            "presence_penalty": sampling.presence_penalty,
-            "previous_response_id": body.previous_response_id,
-            "prompt_cache_key": body.prompt_cache_key,
-            "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
-            "safety_identifier": None,  # nothing is kept about end users
-            "store": body.store and self._store is not None,
-            "temperature": sampling.temperature,
-            "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
-            "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
-            "tools": [_tool(tool) for tool in body.tools or ()],
-            "top_logprobs": body.top_logprobs or 0,
-            "top_p": sampling.top_p,
-            "truncation": "disabled",
-        }
-
     def _keep(
         self,
         request: Request,
@@ -430,6 +397,40 @@ class Responses:
 
 def _json(content: bytes) -> Response:
     return Response(content, media_type="application/json")
+
+
+def _head(body: ResponsesRequest, begun: BegunChat, *, is_stored: bool) -> dict[str, Any]:
+    """Return the fields of the response that are known before its first token."""
+    generation = begun.generation
+    sampling = begun.choice.submission.sampling
+    return {
+        "id": new_id("resp"),
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": body.model or generation.card.name,
+        "service_tier": generation.tier.openai_name,
+        "background": body.background,
+        "completed_at": None,
+        "frequency_penalty": sampling.frequency_penalty,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "presence_penalty": sampling.presence_penalty,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": (body.reasoning or {}).get("effort"), "summary": None},
+        "safety_identifier": None,  # nothing is kept about end users
+        "store": is_stored,
+        "temperature": sampling.temperature,
+        "text": {"format": (body.text or {}).get("format") or {"type": "text"}},
+        "tool_choice": "auto" if body.tool_choice is None else body.tool_choice,
+        "tools": [_tool(tool) for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": sampling.top_p,
+        "truncation": "disabled",
+    }
 
 
 async def _written(items: list[Item]) -> Written:

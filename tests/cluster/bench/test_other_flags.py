@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from crossdock.cluster import cli
-from crossdock.cluster.bench.other_flags import Line, translated
+from crossdock.cluster.bench.other_flags import TranslatedLine, translated
 
 OPTIONS = {each for parameter in cli._import("bench").params for each in parameter.opts if each.startswith("-")}
 ARITY = dict.fromkeys(OPTIONS, True) | {"--chat": False, "--repeat-prompts": False}
@@ -14,7 +14,7 @@ URL = "http://127.0.0.1:8000"
 RANDOM = "--prompt-tokens 1024 --output-tokens 128"
 
 
-def line(text: str) -> Line:
+def line(text: str) -> TranslatedLine:
     return translated(shlex.split(text), ARITY)
 
 
@@ -80,7 +80,7 @@ def test_flag_that_would_be_another_load_is_refused_with_what_there_is(written: 
 
 
 def test_translated_line_measures_a_server() -> None:
-    """The words reach the command: nobody listens there."""
+    """The words reach the command: no server listens there."""
     written = "serve --host 127.0.0.1 --port 1 --dataset-name random --num-prompts 2 --max-concurrency 1 --ignore-eos"
     ended = CliRunner().invoke(cli.app, ["bench", *shlex.split(written)])
     assert ended.exit_code == 1
