@@ -123,7 +123,7 @@ def _compile(compiler: str, flags: tuple[str, ...], source: Path, target: Path) 
 
 
 def _remove_left(target: Path) -> None:
-    """Remove the folders of builds of this target that were killed, and those of others that no process builds any more."""
+    """Remove the folders that killed builds of this target left, and old ones of other targets."""
     oldest = time.time() - _LONGEST_BUILD_S
     for folder in target.parent.glob("build-*"):
         with contextlib.suppress(OSError):  # another process removes it, too
