@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from importlib.metadata import version as version_of
 from pathlib import Path
@@ -159,6 +160,7 @@ def _options(
 ) -> None: ...
 
 
+@cache  # typer makes a reader for each flag's values once for a command: half the time of `crossdock config`
 def _import(name: str) -> Any:
     """Return the click command of a subcommand."""
     subcommand = SUBCOMMANDS[name]
