@@ -408,7 +408,7 @@ def no_body() -> Iterator[Sent]:
 def scenarios() -> Iterator[Sent]:
     yield from no_body()
     largest = "num_prompts=8&num_streams=64&prompt_tokens=65536&max_num_batched_tokens=128"
-    for policy in ("adaptive", "whole"):  # of test_scenario_run's four, that of most steps and that of the longest
+    for policy in ("adaptive", "whole"):  # chunks that fit, and none; test_scenario_run has all four
         yield Sent(f"the largest, {policy}", b"", TAKEN, query=f"?{largest}&policy={policy}")
     yield Sent("a larger one", b"", REFUSED, query="?num_prompts=9")
     yield Sent("a long name", b"", REFUSED, query="?profile=" + "x" * 8000)
