@@ -13,9 +13,14 @@ from tests.cluster.clients import Clients
 from tests.cluster.serve.pools import served_pools as pools
 from tests.waiting import eventually
 
-UTILISATION = 0.002  # a step of a dozen streams takes some percent of what their class allows; on fast cores, less
+UTILISATION = 0.002  # a step of a dozen streams takes some percent of what their class allows
+TOKENS = 30  # of an answer, which has one each fifteenth of a second
+# An emulated device takes the seconds of its steps, and no CPU.
+POOLS: tuple[dict[str, Any], ...] = ({"name": "mixed", "max_replicas": 2, "emulated": "l4-8b"},)
 SETTINGS: dict[str, Any] = {
     "engine.max_num_seqs": 16,
+    "model.dtype": "auto",
+    "engine.kv_cache_memory": None,
     "scaling": {"interval_s": 0.5, "up_delay_s": 1, "down_delay_s": 2, "utilisation": UTILISATION},
 }
 
@@ -44,13 +49,13 @@ def keeps_two(holds: Callable[[], bool]) -> bool:
 
 
 def test_pool_grows_under_load_and_shrinks_without_failing_a_request(ray_cluster: None, small_model_dir: Path) -> None:
-    with pools.deployment(small_model_dir, ({"name": "mixed", "max_replicas": 2},), SETTINGS) as url:
+    with pools.deployment(small_model_dir, POOLS, SETTINGS) as url:
 
         def ask(_: int) -> None:
-            body = {"model": "smol", "prompt": "The harbour", "max_tokens": 100, "ignore_eos": True}
+            body = {"model": "smol", "prompt": "The harbour", "max_tokens": TOKENS, "ignore_eos": True}
             answer = httpx.post(f"{url}/v1/completions", json=body, timeout=240)
             assert answer.status_code == 200, answer.text
-            assert answer.json()["usage"]["completion_tokens"] == 100
+            assert answer.json()["usage"]["completion_tokens"] == TOKENS
 
         with Clients(12, ask) as clients:
             wait_until_up(2)
