@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForImageTextToText
 
 from crossdock.kvtransfer.layout import LayerShape
@@ -17,6 +18,7 @@ from crossdock.workers.model.model_spec import ModelSpec
 from tests.workers.architectures import SERVED, build
 from tests.workers.model.paged import assert_near, in_random_steps, monolithic, random_prompts
 from tests.workers.multimodal import IMAGE, VIDEO
+from tests.workers.quantised import CASES, save
 from tests.workers.ranks import Ranks, saved
 from tests.workers.replica.engine.test_engine import assert_tokens
 from tests.workers.replica.engines import generated
@@ -106,6 +108,27 @@ def test_text_part_of_a_published_checkpoint_gives_transformers_logits(tmp_path:
 SUPPORTED = (
     "supported are gemma3, idefics3, internvl, llava, mistral3, qwen2_5_vl, qwen2_vl, qwen3_vl, qwen3_vl_moe, smolvlm"
 )
+
+
+def test_packed_text_part_of_a_published_checkpoint_gives_the_dequantised_logits(tmp_path: Path) -> None:
+    """Gates and ups of MLPs and of experts, which transformers joins, are packed matrices of their own in files."""
+    case = CASES["fp8 uneven blocks"]
+    for name in ("plain", "packed"):
+        published(tmp_path / name)
+    plain = load_file(tmp_path / "plain" / "model.safetensors")
+    packed = dict(plain)
+    matrices = [key for key in plain if key.startswith("language_model.model.layers.") and plain[key].dim() == 2]
+    for key in (key for key in matrices if not key.endswith(".gate.weight")):
+        made = case.make(*plain[key].shape)
+        plain[key] = case.weight_of(made)
+        packed |= {f"{key.removesuffix('.weight')}{suffix}": each for suffix, each in made.items()}
+    save(tmp_path / "plain", plain, None)
+    save(tmp_path / "packed", packed, case.config)
+    module = AutoModelForImageTextToText.from_pretrained(tmp_path / "plain", attn_implementation="eager").eval()
+    model = load_model(ModelSpec(str(tmp_path / "packed"), "float32"))
+    assert model.kernels, "products read the codes"
+    prompts = random_prompts(5, 23, 40)
+    assert_near(in_random_steps(model, prompts, seed=7), [monolithic(module, prompt) for prompt in prompts])
 
 
 @pytest.mark.parametrize(("tensor_size", "num_stages"), [(2, 1), pytest.param(2, 2, marks=pytest.mark.soak)])
