@@ -195,9 +195,12 @@ def test_model_with_recurrent_layers_refuses_adapters_at_the_start() -> None:
         wrap_module(build("qwen3_next", {}), LoadOptions(max_lora_rank=8))
 
 
-def test_adapter_of_an_indexer_changes_the_tokens_that_are_read(tmp_path: Path) -> None:
-    module = build("deepseek_v32", SERVED["deepseek_v32"])
-    one = tuned(module, tmp_path / "one", 1, target_modules=r".*\.indexer\.(wq_b|wk|weights_proj)")
+@pytest.mark.parametrize(
+    ("name", "linears"), [("deepseek_v32", "wq_b|wk|weights_proj"), ("minimax_m3_vl_text", "q_proj|k_proj")]
+)
+def test_adapter_of_an_indexer_changes_the_tokens_that_are_read(tmp_path: Path, name: str, linears: str) -> None:
+    module = build(name, SERVED[name])
+    one = tuned(module, tmp_path / "one", 1, target_modules=rf".*\.indexer\.({linears})")
     prompt = [(7 * at) % 90 + 3 for at in range(60)]
     expected = one.greedy(prompt, 8)
     assert expected != base_tokens(module, prompt)
