@@ -129,17 +129,17 @@ def _seconds(
 def _measured(
     bench: Bench, engine: Engine, chunk: tuple[int, int] | None, streams: int, context: int, repeats: int
 ) -> tuple[StepWork, float]:
-    """Return a step and its median seconds; the first run is not counted. A dry run has no more.
+    """Return a step and its median seconds; the first run is not counted. A dry run has one more.
 
     Raises:
         UnavailableError: the pool does not hold the step.
     """
     vocabulary = min(VOCABULARY, engine.model.vocab_size)
-    num_runs = 1 if bench.sizes.is_dry else repeats + 1
+    num_runs = 2 if bench.sizes.is_dry else repeats + 1
     step = measure_step(engine, chunk, streams, context, num_runs, vocabulary)
     if step is None:
         raise UnavailableError(f"the pool of {engine.pages.num_pages} pages does not hold the step")
-    return step[0], statistics.median(step[1][1:] or step[1])
+    return step[0], statistics.median(step[1][1:])
 
 
 def decode(bench: Bench, engines: Engines, streams: int, context: int, *, is_eager: bool = False) -> Figures:

@@ -67,8 +67,7 @@ def engine(**config: Any) -> Engine:
         "kv_cache_memory": ByteSize(8 << 20),
         "slo_classes": CLASSES,
     }
-    module = build("llama", {"num_hidden_layers": 2})
-    return new_engine(wrap_module(module), EngineConfig(**settings | config))
+    return new_engine(wrap_module(build("llama", {})), EngineConfig(**settings | config))
 
 
 def submissions(kinds: list[dict[str, Any]], count: int = 28) -> list[Submission]:
@@ -112,8 +111,8 @@ def served_in_turn(has_all_kinds: bool, memory: int) -> dict[str, list[TokenDelt
 @pytest.mark.parametrize(
     ("has_all_kinds", "memory", "widths"),
     [
-        pytest.param(False, 200_000, (4, 8), id="plain-preempting-a head is too little"),
-        pytest.param(True, 200_000, (256, 4096), id="all-preempting-a head is enough"),
+        pytest.param(False, 400_000, (4, 8), id="plain-preempting-a head is too little"),
+        pytest.param(True, 400_000, (256, 4096), id="all-preempting-a head is enough"),
         pytest.param(True, 8 << 20, (4, 8), id="all-ample-a head is too little"),
     ],
 )

@@ -160,7 +160,6 @@ def test_prompt_whose_pages_were_evicted_is_loaded(tier: str, name: str, tmp_pat
         expected, _ = answers(plain, PROMPTS)
     with engine_on(model, 60, **settings_of(tier, tmp_path)) as tiered:
         tokens, cached = answers(tiered, [*PROMPTS, *PROMPTS])
-        assert sum(each.num_loads for each in tiered.scheduler.loading.tiers.tiers) > 0
     assert tokens == expected * 2
     assert cached == [0] * len(PROMPTS) + [88] * len(PROMPTS)
 
