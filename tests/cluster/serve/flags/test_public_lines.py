@@ -21,7 +21,7 @@ def public_lines() -> dict[str, list[dict[str, Any]]]:
 
 @cache
 def ran(line: str) -> Any:
-    """Return what `crossdock config` with the arguments of a line says."""
+    """Return the result of `crossdock config` with the arguments of a line."""
     return run("config", *shlex.split(line))
 
 
