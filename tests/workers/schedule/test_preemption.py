@@ -82,6 +82,27 @@ def test_request_is_preempted_only_if_the_urgent_one_can_start() -> None:
     assert urgent.num_cached_tokens == 20
 
 
+def test_urgent_prompt_preempts_the_stream_with_the_fewest_pages_that_are_enough() -> None:
+    """Not the last admitted one, whose many tokens would be computed again. Two streams where none has enough."""
+
+    def preempted(num_tokens: int) -> list[str]:
+        settings = {"max_num_batched_tokens": 256, "slo_classes": CLASSES}
+        replica = ModelFreeReplica(new_scheduler(num_pages=64, max_model_len=250, caching=False, **settings))
+        streams = [replica.add(f"{size}", size, "standard", max_tokens=8) for size in (20, 40, 60, 100)]
+        replica.step()
+        assert all(stream.is_decoding for stream in streams)
+        urgent = replica.add("urgent", num_tokens, "interactive", max_tokens=1)
+        replica.step()
+        assert urgent.num_computed_tokens
+        return [stream.id for stream in streams if stream.num_preemptions]
+
+    assert preempted(20) == ["20"]
+    assert preempted(50) == ["40"]
+    assert preempted(70) == ["60"]
+    assert preempted(100) == ["100"]
+    assert preempted(130) == ["20", "100"]
+
+
 def test_streams_are_not_preempted_once_the_length_of_outputs_is_known() -> None:
     """Admission leaves room for as many tokens as recent outputs had; 30 are preempted where it leaves a page each."""
     replica = ModelFreeReplica(new_scheduler(num_pages=64, caching=False))
