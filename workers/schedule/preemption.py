@@ -16,7 +16,7 @@ def make_way(table: RequestTable, request: Request, needed: int, hits: Sequence[
 
     `needed`: pages beside `hits`, with the room for outputs. Where preemption is not enough, less urgent requests whose
     pages are being transferred are returned to the router. Their pages come back later, so that the answer is False. It
-    is False, too, where pages of a step in flight are needed. Then no step begins ahead, so that this one can end first.
+    is False, too, where pages of a step in flight are needed: then no step begins ahead, so that this one ends first.
     """
     possible = [
         other

@@ -86,8 +86,8 @@ def test_urgent_prompt_preempts_the_stream_with_the_fewest_pages_that_are_enough
     """Not the last admitted one, whose many tokens would be computed again. Two streams where none has enough."""
 
     def preempted(num_tokens: int) -> list[str]:
-        settings = {"max_num_batched_tokens": 256, "slo_classes": CLASSES}
-        replica = ModelFreeReplica(new_scheduler(num_pages=64, max_model_len=250, caching=False, **settings))
+        scheduler = new_scheduler(64, 250, caching=False, max_num_batched_tokens=256, slo_classes=CLASSES)
+        replica = ModelFreeReplica(scheduler)
         streams = [replica.add(f"{size}", size, "standard", max_tokens=8) for size in (20, 40, 60, 100)]
         replica.step()
         assert all(stream.is_decoding for stream in streams)
