@@ -102,6 +102,6 @@ def least_victim(freed: Mapping[Request, int], needed: int, tenants: Tenants) ->
         freed: the pages that each request frees, in order of admission. Among equals, the last admitted goes.
     """
     last = max(turn(each, tenants) for each in freed)
-    equals = [each for each in reversed(freed) if turn(each, tenants) == last]
+    equals = [each for each in reversed([*freed]) if turn(each, tenants) == last]
     enough = [each for each in equals if freed[each] >= needed]
     return min(enough, key=freed.__getitem__) if enough else max(equals, key=freed.__getitem__)
