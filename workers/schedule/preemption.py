@@ -5,7 +5,7 @@ Transfers make way for more urgent requests too: the router places these request
 
 from collections.abc import Sequence
 
-from crossdock.workers.schedule.policies.order import first_victim, least_victim
+from crossdock.workers.schedule.policies.order import first_victim
 from crossdock.workers.schedule.request.request import Request
 from crossdock.workers.schedule.request.submission import Leg
 from crossdock.workers.schedule.table import RequestTable
@@ -15,36 +15,24 @@ def make_way(table: RequestTable, request: Request, needed: int, hits: Sequence[
     """Preempt less urgent requests if that frees the pages that `request` lacks; else preempt none.
 
     `needed`: pages beside `hits`, with the room for outputs. Where preemption is not enough, less urgent requests whose
-    pages are being transferred are returned to the router. Their pages come back later, so that the answer is False. It
-    is False, too, where pages of a step in flight are needed: then no step begins ahead, so that this one ends first.
+    pages are being transferred are returned to the router. Their pages come back later, so that the answer is False.
     """
-    possible = [
+    less_urgent = [other for other in table.running if other.priority > request.priority]
+    if table.assumed_ended and any(other.id in table.assumed_ended for other in less_urgent):
+        table.needs_preemption = True
+    victims = [
         other
-        for other in table.running
-        if other.priority > request.priority
-        and other.leg is not Leg.SEND
-        and (other.is_decoding or not table.is_starving(other))
+        for other in less_urgent
+        if not table.keeps_pages(other) and (other.is_decoding or not table.is_starving(other))
     ]
     pages = table.pages
-    shared = frozenset(hits)
-
-    def lacking(victims: Sequence[Request]) -> int:
-        freed = sum(pages.num_freed_in_turn([victim.owner for victim in victims], shared))
-        return needed - freed - sum(map(table.num_growth_pages, victims))
-
-    victims = [other for other in possible if not table.keeps_pages(other)]
-    if not pages.block_pool.can_allocate(lacking(victims), shared=hits):
-        if pages.block_pool.can_allocate(most := lacking(possible), shared=hits):
-            table.needs_preemption = True
-        else:
-            return_transfers(table, request, most, hits)
+    freed = pages.num_freed_by([victim.owner for victim in victims], besides=hits)
+    freed += sum(map(table.num_growth_pages, victims))
+    if not pages.block_pool.can_allocate(needed - freed, shared=hits):
+        return_transfers(table, request, needed - freed, hits)
         return False
-    while num_short := pages.block_pool.num_short(needed, shared=hits):
-        freed = {
-            victim: pages.num_freed_in_turn([victim.owner], shared)[0] + table.num_growth_pages(victim)
-            for victim in victims
-        }
-        victim = least_victim(freed, num_short, table.tenants)
+    while not pages.block_pool.can_allocate(needed, shared=hits):
+        victim = first_victim(victims, table.tenants)
         victims.remove(victim)
         needed -= table.num_growth_pages(victim)
         _preempt(table, victim)

@@ -54,7 +54,7 @@ class RequestTable:
     now: float = 0.0  # time of the step that is being scheduled, in seconds
     skipped: Collection[str] = ()  # ids of streams that the step leaves out for more urgent ones
     assumed_ended: Collection[str] = ()  # requests of a step in flight that is assumed to have ended, see ahead.py
-    needs_preemption: bool = False  # of a request of the step in flight: no step begins before this one has ended
+    needs_preemption: bool = False  # the last `schedule` did, which cannot be while a step is assumed to end
     loaded_adapters: dict[str, None] = field(default_factory=dict)  # fingerprints, the least recently used first
     lacks_pages: bool = False  # since the last step was scheduled, a waiting request had too few pages to start
     needs: PageNeeds = field(init=False)

@@ -85,39 +85,6 @@ def test_grants_wait_for_pages() -> None:
     assert granted(scheduler) == ["b"]
 
 
-def offer_urgent(scheduler: Scheduler, num_tokens: int) -> None:
-    """Add an interactive request for whose prompt another replica has pages."""
-    submission = Submission("a", [2] * num_tokens, slo_class="interactive", leg=Leg.RECEIVE, epoch=1)
-    scheduler.add(Request(submission, is_offered=True))
-
-
-def test_urgent_request_is_granted_pages_of_a_stream_once_its_step_has_ended() -> None:
-    """A busy replica begins each step while another is in flight: without a pause, pages would never be taken."""
-    scheduler = new_scheduler(num_pages=26)
-    scheduler.add(new_request("running", [1] * 60, max_tokens=20))
-    in_flight = scheduler.schedule(0.0)
-    offer_urgent(scheduler, 60)
-    assert granted(scheduler) == []
-    assert scheduler.table.needs_preemption, "no step begins before the one in flight has ended"
-    scheduler.update(in_flight, {}, 0.0)
-    assert granted(scheduler) == ["a"]
-    assert [request.id for request in scheduler.table.waiting] == ["running"]
-    scheduler.schedule(0.0)
-    assert not scheduler.table.needs_preemption
-
-
-def test_steps_go_on_ahead_where_pages_of_streams_are_not_enough_for_a_grant() -> None:
-    scheduler = new_scheduler(num_pages=26, max_model_len=100)
-    scheduler.add(pair_request("held", 40, Leg.RECEIVE))
-    assert granted(scheduler) == ["held"]
-    scheduler.add(new_request("running", [1] * 20, max_tokens=20))
-    assert [part.request.id for part in scheduler.schedule(0.0).scheduled] == ["running"]
-    offer_urgent(scheduler, 60)
-    assert granted(scheduler) == []
-    assert not scheduler.table.needs_preemption
-    assert [request.id for request in scheduler.table.take_returned()] == ["held"]
-
-
 def test_grants_follow_the_priorities_of_clients() -> None:
     """One that lacks pages keeps back less urgent ones of its class, and no more urgent one."""
     scheduler = new_scheduler(num_pages=26)

@@ -82,39 +82,6 @@ def test_request_is_preempted_only_if_the_urgent_one_can_start() -> None:
     assert urgent.num_cached_tokens == 20
 
 
-def preempted_by_urgent(num_tokens: int, least_urgent: int = 0) -> list[str]:
-    """Return which of four streams an urgent prompt preempts. Their prompts' tokens are their names.
-
-    `least_urgent`: of class batch; all others are of class standard.
-    """
-    scheduler = new_scheduler(64, 250, caching=False, max_num_batched_tokens=256, slo_classes=CLASSES)
-    replica = ModelFreeReplica(scheduler)
-    streams = [
-        replica.add(f"{size}", size, "batch" if size == least_urgent else "standard", max_tokens=8)
-        for size in (20, 40, 60, 100)
-    ]
-    replica.step()
-    assert all(stream.is_decoding for stream in streams)
-    urgent = replica.add("urgent", num_tokens, "interactive", max_tokens=1)
-    replica.step()
-    assert urgent.num_computed_tokens
-    return [stream.id for stream in streams if stream.num_preemptions]
-
-
-def test_urgent_prompt_preempts_the_stream_with_the_fewest_pages_that_are_enough() -> None:
-    """Not the last admitted one, whose many tokens would be computed again. Two streams where none has enough."""
-    assert preempted_by_urgent(20) == ["20"]
-    assert preempted_by_urgent(50) == ["40"]
-    assert preempted_by_urgent(70) == ["60"]
-    assert preempted_by_urgent(100) == ["100"]
-    assert preempted_by_urgent(130) == ["20", "100"]
-
-
-def test_least_urgent_stream_is_preempted_first_whatever_pages_it_has() -> None:
-    assert preempted_by_urgent(20, least_urgent=60) == ["60"]
-    assert preempted_by_urgent(100, least_urgent=40) == ["40", "60"]
-
-
 def test_streams_are_not_preempted_once_the_length_of_outputs_is_known() -> None:
     """Admission leaves room for as many tokens as recent outputs had; 30 are preempted where it leaves a page each."""
     replica = ModelFreeReplica(new_scheduler(num_pages=64, caching=False))

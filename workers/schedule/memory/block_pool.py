@@ -56,11 +56,7 @@ class BlockPool:
 
     def can_allocate(self, num_pages: int, shared: Sequence[int] = ()) -> bool:
         """Return whether `num_pages` pages are available beside the pages to share; a shared cached page is used up."""
-        return not self.num_short(num_pages, shared)
-
-    def num_short(self, num_pages: int, shared: Sequence[int] = ()) -> int:
-        """Return how many pages are too few to allocate `num_pages`, see `can_allocate`."""
-        return max(num_pages + sum(1 for page in shared if page in self.cached) - self.num_available, 0)
+        return num_pages + sum(1 for page in shared if page in self.cached) <= self.num_available
 
     def take(self, num_pages: int, group: int) -> list[int]:
         """Give an owner so many pages; without free ones, evict cached pages."""

@@ -1,6 +1,6 @@
 """Which prompt is computed first, and who is preempted first. Pure functions of data: a policy is changed here."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from math import inf
 from typing import NamedTuple
 
@@ -90,18 +90,3 @@ def first_victim(requests: Sequence[Request], tenants: Tenants) -> Request:
     admitted."""
 
     return max(enumerate(requests), key=lambda pair: (turn(pair[1], tenants), pair[0]))[1]
-
-
-def least_victim(freed: Mapping[Request, int], needed: int, tenants: Tenants) -> Request:
-    """Return the request to preempt first for a prompt that lacks `needed` pages: the least urgent, then of the tenant
-    that has had most, then the one that frees fewest of those that free enough; if none does, the one that frees most.
-
-    A preempted request computes its pages again, which takes the longer the more they are, and waits for as many.
-
-    Args:
-        freed: the pages that each request frees, in order of admission. Among equals, the last admitted goes.
-    """
-    last = max(turn(each, tenants) for each in freed)
-    equals = [each for each in reversed([*freed]) if turn(each, tenants) == last]
-    enough = [each for each in equals if freed[each] >= needed]
-    return min(enough, key=freed.__getitem__) if enough else max(equals, key=freed.__getitem__)
