@@ -452,10 +452,12 @@ def test_response_without_kept_events_says_how_to_get_them(serve: Serve) -> None
     assert "1/8 of http.response_store_bytes" in error["message"]
 
 
-def test_events_in_the_background_count_as_memory_of_their_request(serve: Serve, engine: ScriptedDispatcher) -> None:
+def test_events_in_the_background_count_as_memory_of_their_request(
+    serve: Serve, engine: ScriptedDispatcher, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """They are bounded as bodies are: a response whose events take more memory than there is fails."""
     engine.script = lambda submission: engine.story(submission, STORY * 1500)
-    engine.max_model_len = 40_000
+    monkeypatch.setattr(engine, "max_model_len", 40_000)
     http = serve(request_memory_bytes=1 << 20)
     found = events(ask(http, stream=True, background=True))
     assert found[-1]["type"] == "response.failed"
