@@ -348,10 +348,10 @@ def test_wrong_field_is_named_in_anthropics_shape(
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_usage_counts_what_a_cache_control_has_written(
-    http: httpx.Client, engine: ScriptedDispatcher, stream: bool
+    http: httpx.Client, engine: ScriptedDispatcher, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The scripted replica finds 4 tokens in its cache, a page. A page that is not full is not cached."""
-    engine.cache_page_size = 4
+    monkeypatch.setattr(engine, "cache_page_size", 4)
     system = "Answer with a story of several words"
     for control in (None, {"type": "ephemeral"}):
         answer = ask(http, system=system, stream=stream, cache_control=control)
