@@ -44,7 +44,7 @@ To "follow" is to wait for events after one of a number; the records hold these 
 Written: TypeAlias = tuple[tuple[str, bytes], ...]  # items, as `StoredResponse` has them
 _ITEMS_AT_ONCE = 64  # parsed or written
 _COMMENT = b": \n\n"  # keeps a stream open; clients pass over it
-_FOLLOWED_S = 1.0  # for which an ingress waits for events of a response; others wait twice as long for its answer
+_FOLLOWED_S = 1.0  # an ingress waits so long for events of a response; another that asks it waits for 2 s
 _EVENTS_SHARE = 8  # the events of a response that has ended stay if they take at most this part of the store
 _MOST_IN_BACKGROUND = 1024  # responses of one ingress that no client waits for
 
@@ -82,12 +82,12 @@ class Responses:
         own = await apart(partial(input_items, given), given)
         items = [*await self._items_before(request, body), *own]
         chat = await apart(partial(body.chat, items, len(own)), items)
-        written = await _written(items) if body.store and self._store is not None else ()
+        written = await _written(items) if self._store_of(body) is not None else ()
         del given, own, items
         if body.background:
             return await self._create_in_background(request, body, written, chat)
         begun = await self._conversations.begin(request, chat)
-        answer = ResponseAnswer(_head(body, begun, is_stored=body.store and self._store is not None), body.namespaces())
+        answer = self._answer(body, begun)
         if body.stream:
             request.state.error_event = answer.error_event
             return await event_stream(self._events(request, body, begun, answer, written))
@@ -275,7 +275,7 @@ class Responses:
             self._places.release(owner, 1)
             _end(charge)
             raise
-        answer = ResponseAnswer(_head(body, begun, is_stored=body.store and self._store is not None), body.namespaces())
+        answer = self._answer(body, begun)
         self._keep(request, body, answer, items)
         key = (owner, answer.response["id"])
         memory = request.state.memory.hand_over()
@@ -374,6 +374,14 @@ class Responses:
             events += answer.end(fields, is_cut=output.finish_reason == "length")
         return events
 
+    def _store_of(self, body: ResponsesRequest) -> ResponseStore | None:
+        """Return where the response is stored; None: its client or this server wants nothing stored."""
+        return self._store if body.store else None
+
+    def _answer(self, body: ResponsesRequest, begun: BegunChat) -> ResponseAnswer:
+        """Return the answer to a request before its first token."""
+        return ResponseAnswer(_head(body, begun, is_stored=self._store_of(body) is not None), body.namespaces())
+
     def _keep(
         self,
         request: Request,
@@ -382,16 +390,13 @@ class Responses:
         items: Written,
         log: EventLog | None = None,
     ) -> bytes:
-        """Return the response as it is now. Store it, unless its client or this server wants nothing stored.
-
-        `log`: its events, which are stored beside it if they are small enough.
-        """
+        """Return the response as it is now. Store it, with the events of `log` if these are small enough."""
         response = to_json(answer.response)
-        if body.store and self._store is not None:
+        if (store := self._store_of(body)) is not None:
             events = () if log is None else tuple(log.events)
-            is_small = sum(map(len, events)) <= self._store.max_bytes // _EVENTS_SHARE
+            is_small = sum(map(len, events)) <= store.max_bytes // _EVENTS_SHARE
             record = StoredResponse(response, items, body.background, events if events and is_small else None)
-            self._store.put(_owner(request), answer.response["id"], record)
+            store.put(_owner(request), answer.response["id"], record)
         return response
 
 

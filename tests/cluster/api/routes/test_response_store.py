@@ -4,6 +4,7 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import httpx
@@ -14,8 +15,6 @@ from hypothesis import strategies as st
 from crossdock.cluster.api.routes import responses
 from crossdock.cluster.api.routes.response_store import ITEM_BYTES, RECORD_BYTES, ResponseStore, StoredResponse
 from crossdock.cluster.api.text.tokenizer import ModelTokenizer
-from crossdock.workers.schedule.request.request import TokenDelta
-from crossdock.workers.schedule.request.submission import Submission
 from tests.cluster.api.scripted_api import STORY, ScriptedDispatcher, named_events, refused, two_ingresses
 from tests.waiting import Clock, eventually
 
@@ -178,17 +177,7 @@ def test_stream_in_the_background_is_followed_from_another_ingress(
 ) -> None:
     here, there = ingresses
     asked = threading.Event()
-
-    def script(submission: Submission) -> Iterator[TokenDelta | Exception | float]:
-        story = engine.story(submission)
-        yield from story[:3]
-        for _ in range(24_000):
-            if asked.is_set():
-                break
-            yield 0.01
-        yield from story[3:]
-
-    engine.script = script
+    engine.script = partial(engine.story_in_two, asked)
     body = {"input": "Hi", "background": True, "stream": True}
     with ExitStack() as stack:
         first = stack.enter_context(here.stream("POST", "/v1/responses", json=body))

@@ -2,7 +2,6 @@
 
 import json
 import threading
-from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
@@ -385,17 +384,7 @@ def test_stream_in_the_background_goes_on_when_its_client_leaves(
     client: openai.OpenAI, engine: ScriptedDispatcher
 ) -> None:
     gone = threading.Event()
-
-    def script(submission: Any) -> Iterator[TokenDelta | Exception | float]:
-        story = engine.story(submission)
-        yield from story[:3]
-        for _ in range(24_000):
-            if gone.is_set():
-                break
-            yield 0.01
-        yield from story[3:]
-
-    engine.script = script
+    engine.script = partial(engine.story_in_two, gone)
     stream = client.responses.create(model="tiny", input="Hi", background=True, stream=True)
     seen = [next(stream) for _ in range(5)]
     stream.close()
